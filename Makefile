@@ -1,0 +1,41 @@
+# Every target installs what it needs into .venv the first time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN ?= runs/quickstart
+
+# CPU unless the caller says otherwise (JAX_PLATFORMS=tpu make ...).
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: quickstart test lint bench clean
+
+quickstart: $(VENV)/core.stamp
+	$(BIN)/python launch/train.py --config=configs/quickstart.py --workdir=$(RUN) $(ARGS)
+	$(BIN)/python launch/report.py $(RUN)
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/core.stamp
+	$(BIN)/python benchmarks/quickstart_rollout.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python {v.major}.{v.minor} is too old: 3.11 or newer is needed; call make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/core.stamp: requirements.txt | $(BIN)/python
+	@echo "installing requirements.txt into $(VENV) (about 1.3 GB, a few minutes, once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/dev.stamp: requirements-dev.txt requirements.txt | $(BIN)/python
+	@echo "installing requirements-dev.txt into $(VENV) (once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@

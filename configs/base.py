@@ -1,0 +1,154 @@
+"""Every knob once, with its unit. Experiments are this plus differences.
+
+Hyperparameters of an advantage method or loss are the keyword arguments of its
+function; they appear here under `advantage.<name>` and `loss.<name>` without
+being listed, so a new method adds no line to this file.
+"""
+
+import ml_collections
+
+from planpo_jax import advantages, losses
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = ml_collections.ConfigDict()
+  config.seed = 0
+
+  config.env = ml_collections.ConfigDict()
+  config.env.name = 'sciworld'  # sciworld | toy
+  # Servers already running, `host:port`; empty starts one on this machine.
+  config.env.address = ''
+  config.env.workers = 8  # Environment processes of the local service.
+  config.env.options = ''  # Task options, `key=value;key=value`.
+  # Extra flags of the local service, `--flag=value --flag=value`.
+  config.env.server_flags = ''
+  config.env.task_types = ()  # Names; empty takes every type.
+  config.env.train_split = 'train'
+  config.env.eval_split = 'test'
+  config.env.max_turns = 20  # Turns an episode in training.
+  config.env.step_timeout_s = 60.0  # Deadline of one step, seconds.
+
+  config.chat = ml_collections.ConfigDict()
+  config.chat.context = 'conversation'  # conversation | window
+  config.chat.prompt = 'full'  # full | brief (chat.PROMPTS)
+  config.chat.history = 2  # (observation, action) pairs kept by `window`.
+  config.chat.max_context = 4096  # Tokens of a context with its response.
+  config.chat.max_response = 200  # Tokens of one response.
+
+  config.model = ml_collections.ConfigDict()
+  # Folder with config.json and safetensors; empty starts from random weights.
+  config.model.checkpoint = ''
+  config.model.size = 'qwen2.5-1.5b'  # Shape when there is no checkpoint.
+  # `nano`, a folder, or a hub name; empty takes the checkpoint's.
+  config.model.tokenizer = ''
+  config.model.dtype = 'bfloat16'  # Of activations and matrix products.
+  config.model.param_dtype = 'float32'  # Of weights and optimizer state.
+  config.model.remat = True  # Recompute layers in the backward pass.
+
+  config.mesh = ml_collections.ConfigDict()
+  config.mesh.data = 1  # Devices over rows.
+  config.mesh.fsdp = -1  # Devices over rows and weights; -1: all that remain.
+  config.mesh.tensor = 1  # Devices over heads and features.
+
+  config.sampler = ml_collections.ConfigDict()
+  config.sampler.slots = 32  # Conversations decoded together.
+  config.sampler.temperature = 1.0
+
+  config.train = ml_collections.ConfigDict()
+  config.train.steps = 200
+  config.train.tasks_per_step = 16
+  config.train.group_size = 8  # Rollouts a task.
+  config.train.success_return = 10.0  # Return of a success; a failure gets 0.
+
+  config.advantage = ml_collections.ConfigDict()
+  config.advantage.name = 'planpo'
+  for name in advantages.names():
+    config.advantage[name] = advantages.hyperparameters(name)
+
+  config.loss = ml_collections.ConfigDict()
+  config.loss.name = 'ppo_clip'
+  for name in losses.names():
+    config.loss[name] = losses.hyperparameters(name)
+
+  config.optimizer = ml_collections.ConfigDict()
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.warmup_steps = 0  # Updates.
+  config.optimizer.weight_decay = 0.01
+  config.optimizer.max_grad_norm = 1.0
+  config.optimizer.b1 = 0.9
+  config.optimizer.b2 = 0.999
+
+  config.learner = ml_collections.ConfigDict()
+  config.learner.minibatches = 2  # Optimizer updates a step.
+  config.learner.row_len = 4096  # Tokens of a packed row.
+  config.learner.micro_rows = 8  # Rows held at once; more are accumulated.
+
+  config.eval = ml_collections.ConfigDict()
+  config.eval.episodes = 200
+  config.eval.every = 5  # Steps; 0 evaluates before and after only.
+  config.eval.temperature = 1.0
+  config.eval.max_turns = 30  # Turns an episode in evaluation.
+
+  config.checkpoint = ml_collections.ConfigDict()
+  config.checkpoint.every = 5  # Steps.
+  config.checkpoint.keep = 2  # Newest kept.
+
+  # launch/warmstart.py: imitation of expert episodes before training.
+  config.warmstart = ml_collections.ConfigDict()
+  config.warmstart.repeats = 2  # Demonstrations a task of the train split.
+  # Share of demonstrations in each style (demonstrations.STYLES).
+  config.warmstart.styles = ml_collections.ConfigDict(
+    {'gold': 0.5, 'brisk': 0.3, 'teleport': 0.2}
+  )
+  config.warmstart.detour_rate = 0.1  # Chance of a needless action a turn.
+  config.warmstart.max_turns = 30  # Turns a demonstration.
+  # Ids of a vocabulary trained on the demonstrations; 0 keeps the tokenizer.
+  config.warmstart.vocab_size = 0
+  config.warmstart.epochs = 6
+  config.warmstart.minibatches = 20  # Updates an epoch.
+  config.warmstart.learning_rate = 1e-3
+
+  config.report = ml_collections.ConfigDict()
+  config.report.transcripts = 32  # Episodes written out each step.
+  return config
+
+
+def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """The same experiment, tiny: random nano policy, toy game, three steps."""
+  config.env.name = 'toy'
+  config.env.workers = 4
+  config.env.options = ''
+  config.env.task_types = ()
+  config.env.max_turns = 6
+  config.chat.prompt = 'brief'
+  config.chat.max_context = 512
+  config.chat.max_response = 12
+  config.model.checkpoint = ''
+  config.model.size = 'nano'
+  config.model.tokenizer = 'nano'
+  config.model.dtype = 'float32'
+  config.model.remat = False
+  config.mesh.fsdp = 1
+  config.mesh.tensor = 1
+  config.sampler.slots = 8
+  config.train.steps = 3
+  config.train.tasks_per_step = 2
+  config.train.group_size = 4
+  config.learner.row_len = 512
+  config.learner.micro_rows = 2
+  config.eval.episodes = 8
+  config.eval.every = 0
+  config.eval.max_turns = 6
+  config.checkpoint.every = 1
+  return config
+
+
+def variant(
+  config: ml_collections.ConfigDict, name: str
+) -> ml_collections.ConfigDict:
+  """Applies the part after the colon of `--config=file.py:name`."""
+  if name not in ('', 'smoke'):
+    raise ValueError(
+      f'config variant {name!r} is unknown; use `smoke`, or no colon.'
+    )
+  return smoke(config) if name else config

@@ -1,0 +1,46 @@
+"""A nano policy learns three ScienceWorld task types on a laptop's CPU.
+
+  make quickstart
+
+The policy (`planpo_jax/assets/nano_sciworld`, 3.4 M parameters) was warm
+started on expert episodes of the train split; see `launch/warmstart.py`.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.env.name = 'sciworld'
+  config.env.options = 'simplifications=easy'
+  config.env.task_types = (
+    'find-non-living-thing',
+    'lifespan-longest-lived',
+    'lifespan-shortest-lived',
+  )
+  config.env.workers = 12
+  config.env.max_turns = 14
+  config.chat.prompt = 'brief'
+  config.chat.max_context = 1024
+  config.chat.max_response = 64
+  config.model.checkpoint = 'planpo_jax/assets/nano_sciworld'
+  config.model.size = 'nano'
+  config.model.dtype = 'float32'
+  config.model.remat = False
+  config.mesh.fsdp = 1
+  config.sampler.slots = 12
+  config.train.steps = 15
+  config.train.tasks_per_step = 8
+  config.train.group_size = 8
+  config.loss.ppo_clip.kl_coef = 1e-3
+  config.optimizer.learning_rate = 1e-4
+  config.learner.minibatches = 2
+  config.learner.row_len = 1024
+  config.learner.micro_rows = 8
+  config.eval.episodes = 120
+  config.eval.every = 0
+  config.eval.max_turns = 14
+  config.checkpoint.every = 5
+  return base.variant(config, variant)

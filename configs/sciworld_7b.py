@@ -1,0 +1,21 @@
+"""PlanPO on ScienceWorld with Qwen2.5-7B-Instruct, the paper's settings.
+
+  python launch/train.py --config=configs/sciworld_7b.py --workdir=DIR \
+    --config.model.checkpoint=FOLDER
+
+Table 2 of PlanPO, arXiv 2608.17289: 68.46 overall (ScalingInter-7B 57.00,
+AgentGym-RL-7B 50.50). Same settings as the 1.5B model.
+"""
+
+import ml_collections
+
+from configs import base, sciworld_1_5b
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  config = sciworld_1_5b.get_config()
+  config.model.size = 'qwen2.5-7b'
+  config.model.tokenizer = 'Qwen/Qwen2.5-7B-Instruct'
+  config.mesh.tensor = 4  # 7B has four key/value heads.
+  config.sampler.slots = 128
+  return base.variant(config, variant)

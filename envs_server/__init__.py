@@ -1,0 +1,1 @@
+"""Text environments behind a gRPC service: `python -m envs_server --help`."""

@@ -1,0 +1,195 @@
+"""What an environment is to the service.
+
+An environment is a module of this package that defines `make_env() -> TextEnv`
+and, where something must be installed, `check()`, which the service calls
+before it starts any worker. Importing the module must be cheap: what is heavy
+is imported by these functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import types
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class TaskError(ValueError):
+  """The caller asked for something that cannot exist; says what can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """Names one initial state: the same Task gives the same state anywhere.
+
+  Attributes:
+    env: name of the environment.
+    split: a split of its catalog.
+    index: one of the indices that the catalog lists for `split` and `name`.
+    name: task type.
+    seed: seed of whatever the environment draws at random.
+    options: what changes the environment, by name.
+  """
+
+  env: str
+  split: str
+  index: int
+  name: str
+  seed: int = 0
+  options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+  """What an environment answers to a reset or to an action.
+
+  Attributes:
+    text: what the policy reads.
+    score: the environment's own score, in its own range.
+    success: the goal is reached.
+    terminated: the environment ended the episode: goal reached or lost.
+    goal: the task in words; set on reset.
+    expert_actions: a solution; set on reset when it was asked for.
+    admissible: actions that can be taken now, when they were asked for.
+    info: whatever else may interest people who debug.
+  """
+
+  text: str
+  score: float = 0.0
+  success: bool = False
+  terminated: bool = False
+  goal: str = ''
+  expert_actions: tuple[str, ...] = ()
+  admissible: tuple[str, ...] = ()
+  info: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalog:
+  """Everything that can be asked of an environment.
+
+  Attributes:
+    version: version of the environment and what else decides its behaviour.
+    action_format: one paragraph for the policy: what an action looks like.
+    indices: {split: {task type: indices}}; every split has the same types in
+      the same order.
+    options: {option: values it may have}. Values may be joined by commas.
+  """
+
+  version: str
+  action_format: str
+  indices: Mapping[str, Mapping[str, Sequence[int]]]
+  options: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+  @property
+  def task_names(self) -> tuple[str, ...]:
+    return tuple(next(iter(self.indices.values())))
+
+  @property
+  def split_sizes(self) -> dict[str, int]:
+    return {
+      split: sum(len(indices) for indices in by_name.values())
+      for split, by_name in self.indices.items()
+    }
+
+  def tasks(
+    self, env: str, split: str, names: Sequence[str] = ()
+  ) -> list[Task]:
+    """Tasks of a split, by type (in catalog order) and then by index.
+
+    Args:
+      env: name of the environment, for the tasks to carry.
+      split: a split.
+      names: task types to list; none lists all.
+
+    Raises:
+      TaskError: unknown split or task type; the known ones are listed.
+    """
+    _known('split', split, self.indices)
+    for name in names:
+      _known('task type', name, self.task_names)
+    return [
+      Task(env, split, index, name)
+      for name, indices in self.indices[split].items()
+      if not names or name in names
+      for index in indices
+    ]
+
+  def check(self, task: Task) -> None:
+    """Raises TaskError, listing what is known, if `task` cannot exist."""
+    _known('split', task.split, self.indices)
+    _known('task type', task.name, self.task_names)
+    indices = self.indices[task.split][task.name]
+    if task.index not in indices:
+      raise TaskError(
+        f'{task.name} has no index {task.index} in split {task.split!r}; it '
+        f'has {_span(indices)}.'
+      )
+    for option, value in task.options.items():
+      _known('option', option, self.options)
+      for part in value.split(','):
+        if part:
+          _known(f'value of option {option!r}', part, self.options[option])
+
+
+class TextEnv(Protocol):
+  """One environment; it lives in a process of its own and plays one task."""
+
+  def catalog(self) -> Catalog:
+    """Returns what can be asked of this environment. Forgets the episode."""
+
+  def reset(
+    self, task: Task, *, expert: bool = False, admissible: bool = False
+  ) -> Observation:
+    """Begins an episode, whatever became of the one before.
+
+    Args:
+      task: a task that passes `Catalog.check`.
+      expert: whether to answer with a solution.
+      admissible: whether this and later answers list admissible actions.
+
+    Raises:
+      TaskError: the task cannot exist.
+    """
+
+  def step(self, action: str) -> Observation:
+    """Takes one action; never called after `terminated`."""
+
+  def close(self) -> None:
+    """Ends what the environment started."""
+
+
+def known() -> tuple[str, ...]:
+  """Names of the environments in this package, sorted."""
+  package = importlib.import_module('envs_server').__path__
+  return tuple(
+    sorted(
+      info.name
+      for info in pkgutil.iter_modules(package)
+      if not info.name.startswith('_')
+      and hasattr(
+        importlib.import_module(f'envs_server.{info.name}'), 'make_env'
+      )
+    )
+  )
+
+
+def module(name: str) -> types.ModuleType:
+  """Returns the module of a known environment."""
+  return importlib.import_module(f'envs_server.{name}')
+
+
+def _known(what: str, value: str, values) -> None:
+  if value not in values:
+    listed = ', '.join(repr(v) for v in values) or 'none'
+    raise TaskError(f'unknown {what} {value!r}; known: {listed}.')
+
+
+def _span(indices: Sequence[int]) -> str:
+  if not indices:
+    return 'none'
+  if list(indices) == list(range(indices[0], indices[-1] + 1)):
+    return f'{indices[0]} to {indices[-1]}'
+  return ', '.join(map(str, indices))

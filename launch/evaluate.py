@@ -1,0 +1,95 @@
+"""Evaluates a policy on a split.
+
+  python launch/evaluate.py --workdir=runs/quickstart --split=test
+  python launch/evaluate.py --config=configs/quickstart.py --split=dev
+
+With --workdir: the newest checkpoint of that run, under its own configuration.
+With --config: the weights that training would start from.
+"""
+
+import json
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import ml_collections
+from absl import flags
+
+from planpo_jax import cli
+
+_CONFIG = cli.define_config(required=False)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
+_SPLIT = flags.DEFINE_string('split', None, 'Default: config.eval_split.')
+_EPISODES = flags.DEFINE_integer('episodes', None, 'Default: config.eval.')
+_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the table.')
+
+
+def _config(workdir) -> ml_collections.ConfigDict:
+  if _CONFIG.value is not None:
+    return _CONFIG.value
+  if workdir is None:
+    raise ValueError('give --workdir=DIR of a run, or --config=FILE.')
+  path = workdir / 'config.json'
+  if not path.is_file():
+    raise FileNotFoundError(
+      f'{workdir} holds no run: there is no config.json. Give the folder that '
+      'launch/train.py was given as --workdir.'
+    )
+  return ml_collections.ConfigDict(json.loads(path.read_text()))
+
+
+def main(unused_argv: list[str]) -> int:
+  import pathlib
+
+  from planpo_jax import (
+    build,
+    checkpoint,
+    evaluate,
+    metrics,
+    optimizer,
+    update,
+  )
+
+  workdir = None
+  if _WORKDIR.value:
+    workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+  config = _config(workdir)
+  split = _SPLIT.value or config.env.eval_split
+  count = _EPISODES.value or config.eval.episodes
+  terminal = metrics.Terminal()
+
+  mesh = build.mesh(config)
+  model = build.model(config, mesh)
+  params, name = model.params, 'initial'
+  if workdir is not None:
+    checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
+    step = checkpoints.latest_step()
+    if step is None:
+      raise FileNotFoundError(
+        f'{workdir} holds no checkpoint yet; give --config alone to evaluate '
+        'the weights that training starts from.'
+      )
+    like = update.create(params, optimizer.make(**config.optimizer))
+    params, name = checkpoints.restore(like).params, f'step {step}'
+
+  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
+    player = build.Player(config, model, mesh, env, terminal, stop.requested)
+    player.set_params(params)
+    played = player.play(
+      f'evaluation on {split}',
+      evaluate.jobs(env.tasks(split), count),
+      seed=(config.seed, evaluate.SEED),
+      max_turns=config.eval.max_turns,
+      temperature=config.eval.temperature,
+    )
+  result = evaluate.summarize(played)
+  kinds = {f'  {k}': summary for k, summary in result.by_type.items()}
+  print(f'{split} split\n{evaluate.table({name: result} | kinds)}')
+  if _OUTPUT.value:
+    evaluate.write_summary(pathlib.Path(_OUTPUT.value), split, {name: result})
+  return 0
+
+
+if __name__ == '__main__':
+  cli.run(main)

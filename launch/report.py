@@ -1,0 +1,49 @@
+"""Writes an HTML report of one training run or several.
+
+  python launch/report.py DIR [DIR...] [--output=FILE]
+
+DIR is the --workdir of launch/train.py; the run may still be going.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import os
+import sys
+from collections.abc import Sequence
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from planpo_jax.report import page, runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Writes the page and prints its path; returns the exit status."""
+  parser = argparse.ArgumentParser(
+    prog='launch/report.py', description=__doc__.splitlines()[0]
+  )
+  parser.add_argument(
+    'directories',
+    metavar='DIR',
+    nargs='+',
+    type=pathlib.Path,
+    help='--workdir of a training run',
+  )
+  parser.add_argument(
+    '--output',
+    metavar='FILE',
+    type=pathlib.Path,
+    help='page to write (default: report.html in the first DIR)',
+  )
+  flags = parser.parse_args(arguments)
+  try:
+    print(page.write(flags.directories, flags.output))
+  except runs.RunError as error:
+    print(f'launch/report.py: {error}', file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

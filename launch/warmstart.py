@@ -1,0 +1,134 @@
+"""Warm starts a policy on expert episodes of the train split.
+
+  python launch/warmstart.py --config=configs/quickstart.py \
+    --workdir=runs/warmstart --output=planpo_jax/assets/nano_sciworld
+
+makes the policy that the quickstart starts from. Expert episodes are recorded
+through the environment service once and kept in WORKDIR/demonstrations.
+"""
+
+import dataclasses
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from absl import flags
+
+from planpo_jax import cli
+
+_CONFIG = cli.define_config()
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Where demonstrations go.')
+_OUTPUT = flags.DEFINE_string(
+  'output', None, 'Checkpoint folder to write; default WORKDIR/checkpoint.'
+)
+
+
+def main(unused_argv: list[str]) -> int:
+  if not _WORKDIR.value:
+    raise ValueError('--workdir is missing; try --workdir=runs/warmstart.')
+  import pathlib
+
+  from planpo_jax import (
+    build,
+    checkpoint,
+    demonstrations,
+    evaluate,
+    imitation,
+    metrics,
+    tokenizer,
+    weights,
+  )
+
+  config = _CONFIG.value
+  settings = config.warmstart
+  terminal = metrics.Terminal()
+  workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+  output = pathlib.Path(_OUTPUT.value or workdir / 'checkpoint')
+  workdir.mkdir(parents=True, exist_ok=True)
+
+  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
+    folder = workdir / 'demonstrations'
+    if not folder.exists():
+      tasks = env.tasks(config.env.train_split) * settings.repeats
+      terminal.say(f'recording {len(tasks)} expert episodes')
+      recorded = env.run(
+        demonstrations.record(
+          env.client,
+          tasks,
+          seed=config.seed,
+          step_limit=settings.max_turns,
+          styles=settings.styles.to_dict(),
+          detour_rate=settings.detour_rate,
+          concurrency=config.env.workers,
+          progress=lambda done, count: terminal.progress(
+            f'recording: {done}/{count} expert episodes'
+          ),
+        )
+      )
+      demonstrations.write(folder, recorded)
+    shown = demonstrations.read(folder)
+
+    if settings.vocab_size:
+      tokenizer_name = str(workdir / 'tokenizer')
+      tokenizer.train(
+        demonstrations.corpus(shown), settings.vocab_size, tokenizer_name
+      )
+    else:
+      tokenizer_name = config.model.tokenizer or 'nano'
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+      config.model.checkpoint = ''
+      config.model.tokenizer = tokenizer_name
+    mesh = build.mesh(config)
+    model = build.model(config, mesh)
+    player = build.Player(config, model, mesh, env, terminal, stop.requested)
+    episodes = [imitation.to_episode(d, player.format) for d in shown]
+    fitting = [e for e in episodes if e is not None]
+    terminal.say(
+      f'imitating {len(fitting)} of {len(shown)} demonstrations (the others '
+      'do not fit chat.max_context or chat.max_response)'
+    )
+    params = imitation.fit(
+      model.policy,
+      model.params,
+      fitting,
+      epochs=settings.epochs,
+      minibatches=settings.minibatches,
+      learning_rate=settings.learning_rate,
+      context=config.chat.context,
+      row_len=config.learner.row_len,
+      micro_rows=config.learner.micro_rows,
+      on_epoch=lambda done, nats: terminal.say(
+        f'epoch {done}/{settings.epochs}: {nats:.3f} nats a response token'
+      ),
+    )
+    weights.save(
+      output,
+      model.policy,
+      params,
+      tokenizer_files=model.tokenizer.files,
+    )
+    terminal.say(f'wrote {output}')
+
+    # What was written is what is measured: bfloat16 weights, read back.
+    model = dataclasses.replace(
+      model, params=weights.load(output, model.policy)
+    )
+    player.set_params(model.params)
+    played = player.play(
+      'evaluation',
+      evaluate.jobs(env.tasks(config.env.eval_split), config.eval.episodes),
+      seed=(config.seed, evaluate.SEED),
+      max_turns=config.eval.max_turns,
+      temperature=config.eval.temperature,
+    )
+    rows = {'warm start': evaluate.summarize(played)}
+    terminal.say(
+      f'held-out tasks ({config.env.eval_split} split):\n{evaluate.table(rows)}'
+    )
+  return 0
+
+
+if __name__ == '__main__':
+  cli.run(main)

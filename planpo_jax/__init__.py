@@ -1,0 +1,1 @@
+"""PlanPO: reinforcement learning for multi-turn language-model agents."""

@@ -1,0 +1,246 @@
+"""From a configuration to the objects a run works with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import jax
+import ml_collections
+
+from planpo_jax import (
+  chat,
+  env_client,
+  env_service,
+  episodes,
+  metrics,
+  rollout,
+  sampler,
+  sharding,
+  weights,
+)
+from planpo_jax import config as config_lib
+from planpo_jax import tokenizer as tokenizer_lib
+from planpo_jax.models import qwen2
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A policy network with its weights and its tokenizer.
+
+  Attributes:
+    policy: graph definition and shapes.
+    params: the weights the run starts from, on the mesh.
+    tokenizer: text <-> ids.
+  """
+
+  policy: qwen2.Policy
+  params: qwen2.Params
+  tokenizer: tokenizer_lib.Tokenizer
+
+
+def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
+  """Loads `model.checkpoint`, or draws weights of `model.size` from the seed.
+
+  Raises:
+    config_lib.ConfigError: the tokenizer has more ids than the model has rows.
+    ValueError: the checkpoint or tokenizer is missing or damaged.
+  """
+  folder = config.model.checkpoint
+  if folder:
+    shape = weights.read_config(folder)
+  else:
+    shape = qwen2.SIZES[config.model.size]
+  shape = dataclasses.replace(
+    shape,
+    dtype=config.model.dtype,
+    param_dtype=config.model.param_dtype,
+    remat=config.model.remat,
+  )
+  name = config.model.tokenizer or folder
+  if not name:
+    raise config_lib.ConfigError(
+      'model.tokenizer is empty and there is no model.checkpoint to take it '
+      'from; try model.tokenizer=nano.'
+    )
+  tokenizer = tokenizer_lib.load(name)
+  if tokenizer.num_tokens > shape.vocab_size:
+    raise config_lib.ConfigError(
+      f'the tokenizer {name!r} has {tokenizer.num_tokens} ids but the model '
+      f'only {shape.vocab_size} embedding rows; use the tokenizer of the '
+      'checkpoint.'
+    )
+  policy = qwen2.create(shape, tokenizer.num_tokens)
+  shardings = sharding.param_shardings(mesh, qwen2.abstract_params(policy))
+  if folder:
+    params = weights.load(
+      folder,
+      policy,
+      param_dtype=config.model.param_dtype,
+      shardings=shardings,
+    )
+  else:
+    key = jax.random.key(config.seed)
+    init = jax.jit(
+      lambda key: qwen2.init_params(policy, key), out_shardings=shardings
+    )
+    params = init(key)
+  return Model(policy, params, tokenizer)
+
+
+class Environment:
+  """The environments of a run: a local service if need be, and its client.
+
+  A context manager. Coroutines that use the client run by `run`.
+  """
+
+  def __init__(self, config: ml_collections.ConfigDict):
+    self._config = config.env
+    self._service: env_service.LocalService | None = None
+    self._options = config_lib.options(config.env.options)
+
+  def __enter__(self) -> Environment:
+    address = self._config.address
+    self._runner = asyncio.Runner()
+    try:
+      if not address:
+        self._service = env_service.LocalService(
+          self._config.name,
+          self._config.workers,
+          options=tuple(shlex.split(self._config.server_flags)),
+        )
+        self._service.start()
+        address = self._service.address
+      self.client = env_client.EnvClient(
+        address, step_deadline_s=self._config.step_timeout_s
+      )
+      self.run(self.client.connect())
+      self.description = self.run(self.client.describe())
+      if self.description.name != self._config.name:
+        raise config_lib.ConfigError(
+          f'env.name={self._config.name!r}, but the service at {address} '
+          f'serves {self.description.name!r}; set env.name to that, or '
+          'env.address to another service.'
+        )
+    except BaseException:
+      self.__exit__()
+      raise
+    return self
+
+  def __exit__(self, *unused) -> None:
+    if hasattr(self, 'client'):
+      self.run(self.client.close())
+    self._runner.close()
+    if self._service is not None:
+      self._service.stop()
+
+  def run(self, work: Awaitable[T]) -> T:
+    return self._runner.run(work)
+
+  def tasks(self, split: str) -> list[episodes.Task]:
+    """Tasks of `split` that the configuration asks for.
+
+    Raises:
+      ValueError: unknown split or task type; the known ones are listed.
+    """
+    found = self.run(
+      self.client.list_tasks(split, tuple(self._config.task_types))
+    )
+    return [dataclasses.replace(t, options=self._options) for t in found]
+
+
+def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+  """The mesh of the configuration; the axis given as -1 takes what remains."""
+  sizes = dict(config.mesh)
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  return sharding.make_mesh(
+    **{
+      name: jax.device_count() // fixed if size == -1 else size
+      for name, size in sizes.items()
+    }
+  )
+
+
+class Player:
+  """Plays jobs with the current weights and tells how far it is."""
+
+  def __init__(
+    self,
+    config: ml_collections.ConfigDict,
+    made: Model,
+    on_mesh: jax.sharding.Mesh,
+    env: Environment,
+    terminal: metrics.Terminal,
+    should_stop: Callable[[], bool],
+  ):
+    self._env = env
+    self._terminal = terminal
+    self._should_stop = should_stop
+    self.format = chat.Format(
+      tokenizer=made.tokenizer,
+      context=config.chat.context,
+      prompt=config.chat.prompt,
+      action_format=env.description.action_format,
+      history=config.chat.history,
+      max_context=config.chat.max_context,
+      max_response=config.chat.max_response,
+    )
+    self._sampler = sampler.Sampler(
+      made.policy,
+      made.params,
+      slots=config.sampler.slots,
+      cache_len=config.chat.max_context,
+      max_new_tokens=config.chat.max_response,
+      temperature=config.sampler.temperature,
+      stop_ids=made.tokenizer.stop_ids,
+      mesh=on_mesh,
+    )
+    self.tokens_per_s = 0.0
+
+  def set_params(self, params: qwen2.Params) -> None:
+    self._sampler.set_params(params)
+
+  def play(
+    self,
+    label: str,
+    jobs: Sequence[rollout.Job],
+    *,
+    seed: tuple[int, ...],
+    max_turns: int,
+    temperature: float,
+  ) -> list[episodes.Episode]:
+    """Plays `jobs`; see `rollout.collect`."""
+    start, before = time.perf_counter(), self._sampler.decoded_tokens
+
+    def tell(done: int, turns: int) -> None:
+      spent = time.perf_counter() - start
+      rate = (self._sampler.decoded_tokens - before) / spent
+      left = metrics.duration(spent / max(done, 1) * (len(jobs) - done))
+      self._terminal.progress(
+        f'{label}: {done}/{len(jobs)} episodes, {turns} turns, '
+        f'{rate:.0f} tokens/s, {left} left'
+      )
+
+    self._sampler.temperature = temperature
+    played = self._env.run(
+      rollout.collect(
+        self._env.client,
+        self._sampler,
+        self.format,
+        jobs,
+        seed=seed,
+        max_turns=max_turns,
+        on_progress=tell,
+        should_stop=self._should_stop,
+      )
+    )
+    spent = time.perf_counter() - start
+    self.tokens_per_s = (self._sampler.decoded_tokens - before) / spent
+    return played

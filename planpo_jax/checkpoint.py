@@ -1,0 +1,99 @@
+"""Checkpoints of a run: save, restore, and what to do when asked to stop."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+from typing import TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+State = TypeVar('State')
+
+
+class CheckpointError(ValueError):
+  """A checkpoint is there and cannot be used."""
+
+
+class Checkpoints:
+  """The newest training states of a run, each in a folder named by its step.
+
+  A state is whole on disk before an older one goes, and `save` returns only
+  then, so a kill at any moment leaves one to resume from.
+  """
+
+  def __init__(self, folder: pathlib.Path, keep: int):
+    self._folder = folder
+    self._manager = ocp.CheckpointManager(
+      folder.absolute(),
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=False,
+        create=True,
+      ),
+    )
+
+  def latest_step(self) -> int | None:
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: State) -> None:
+    """Writes `state` as step `step`, unless that step is there already."""
+    if self._manager.latest_step() == step:
+      return
+    self._manager.save(step, args=ocp.args.StandardSave(state))
+    self._manager.wait_until_finished()
+
+  def restore(self, like: State) -> State:
+    """The newest state, with the tree, types and shardings of `like`.
+
+    Raises:
+      CheckpointError: the newest checkpoint is damaged or of another shape.
+    """
+    step = self._manager.latest_step()
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    try:
+      return self._manager.restore(
+        step, args=ocp.args.StandardRestore(abstract)
+      )
+    except Exception as error:
+      # orbax and tensorstore raise many types for a damaged file.
+      reason = str(error).strip().splitlines()
+      raise CheckpointError(
+        f'the checkpoint {self._folder / str(step)} cannot be read '
+        f'({type(error).__name__}: {reason[0] if reason else "no message"}). '
+        'Remove that folder to resume from the step before it, or choose '
+        'another --workdir.'
+      ) from error
+
+  def close(self) -> None:
+    self._manager.close()
+
+
+class StopSignal:
+  """Remembers Ctrl-C and SIGTERM, so that the run can save before it ends.
+
+  Attributes:
+    number: the signal that came first, or None.
+  """
+
+  def __init__(self):
+    self.number: int | None = None
+    self._previous: dict[int, object] = {}
+
+  def __enter__(self) -> StopSignal:
+    for number in (signal.SIGINT, signal.SIGTERM):
+      self._previous[number] = signal.signal(number, self._remember)
+    return self
+
+  def __exit__(self, *unused) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+  def _remember(self, number: int, unused_frame) -> None:
+    # A second signal changes nothing: the save under way is short, and an
+    # operator who cannot wait has kill -9, which loses no saved step.
+    self.number = self.number or number
+
+  def requested(self) -> bool:
+    return self.number is not None

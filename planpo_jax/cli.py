@@ -1,0 +1,94 @@
+"""How the entry points read flags and report a user's mistake."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+
+from absl import flags
+from ml_collections import config_flags
+
+from planpo_jax import config as config_lib
+
+# Exit code for what the user can mend: flags, configuration, files, addresses.
+MISTAKE = 2
+
+_config_required = False
+
+_OVERRIDE = re.compile(r'--?config\.([\w.]+)')
+
+
+def define_config(*, required: bool = True) -> flags.FlagHolder:
+  """Defines --config; `run` refuses to go on without one if it is required."""
+  global _config_required
+  _config_required = required
+  return config_flags.DEFINE_config_file(
+    'config',
+    None,
+    'Configuration file, e.g. configs/quickstart.py or '
+    'configs/quickstart.py:smoke; --config.KEY=VALUE overrides a key.',
+    lock_config=True,
+  )
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+  """Parses the flags, runs `main` with the other arguments, and exits.
+
+  Mistakes of the user end with one sentence and code 2. Whatever else goes
+  wrong keeps its traceback; PLANPO_TRACEBACK=1 keeps it for mistakes too.
+  """
+  logging.basicConfig(
+    level=logging.WARNING, format='%(levelname)s %(name)s: %(message)s'
+  )
+  try:
+    rest = flags.FLAGS(sys.argv)
+    config = flags.FLAGS['config'].value
+    if config is not None:
+      # A file that is missing shows only when the value is used.
+      _ = config.is_locked
+    elif _config_required:
+      raise config_lib.ConfigError(
+        '--config is missing; name a file, e.g. --config=configs/quickstart.py.'
+      )
+  except (flags.Error, KeyError, AttributeError, ValueError, OSError) as error:
+    _fail(error, _flag_mistake(error))
+  try:
+    code = main(rest[1:])
+  except (ValueError, TypeError, FileNotFoundError, ConnectionError) as error:
+    _fail(error, str(error))
+  sys.exit(code)
+
+
+def _flag_mistake(error: Exception) -> str:
+  """The sentence for flags that could not be parsed."""
+  chosen = [a for a in sys.argv if a.startswith(('--config=', '-config='))]
+  if isinstance(error, KeyError | AttributeError) and chosen:
+    config = _load(chosen[-1].split('=', 1)[1])
+    for match in filter(None, map(_OVERRIDE.match, sys.argv)):
+      if not config_lib.has_key(config, match.group(1)):
+        return config_lib.unknown_key(match.group(1), config)
+  text = str(error)
+  if 'Traceback' in text:  # Of the configuration file's own error.
+    text = text.strip().splitlines()[-1].partition(': ')[2]
+  text = ' '.join(text.split())
+  if isinstance(error, OSError) and chosen:
+    return f'{chosen[-1]} cannot be loaded: {text}'
+  return text
+
+
+def _load(name: str):
+  path, _, variant = name.partition(':')
+  space: dict = {}
+  with open(path) as f:
+    exec(compile(f.read(), path, 'exec'), space)  # As config_flags does.
+  return space['get_config'](variant)
+
+
+def _fail(error: Exception, sentence: str) -> None:
+  if os.environ.get('PLANPO_TRACEBACK'):
+    raise error
+  print(f'error: {sentence}', file=sys.stderr)
+  sys.exit(MISTAKE)

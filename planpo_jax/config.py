@@ -1,0 +1,231 @@
+"""Checks of a whole configuration, before anything slow starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import ml_collections
+
+from planpo_jax import advantages, chat, losses
+from planpo_jax.models import qwen2
+
+# Keys that change where and how fast a run goes, not what it computes: a run
+# may resume with others.
+_FREE = (
+  'env.address',
+  'env.workers',
+  'env.server_flags',
+  'env.step_timeout_s',
+  'checkpoint.every',
+  'checkpoint.keep',
+  'report.transcripts',
+)
+
+
+class ConfigError(ValueError):
+  """The configuration, or what it names, cannot work."""
+
+
+def check(config: ml_collections.ConfigDict, num_devices: int) -> None:
+  """Raises ConfigError for the first rule that `config` breaks."""
+  _known('advantage.name', config.advantage.name, advantages.names())
+  _known('loss.name', config.loss.name, losses.names())
+  _known('chat.context', config.chat.context, chat.CONTEXTS)
+  _known('chat.prompt', config.chat.prompt, tuple(chat.PROMPTS))
+  _known('model.dtype', config.model.dtype, ('float32', 'bfloat16'))
+  _known('model.param_dtype', config.model.param_dtype, ('float32', 'bfloat16'))
+  if not config.model.checkpoint:
+    _known('model.size', config.model.size, tuple(qwen2.SIZES))
+  for key in _POSITIVE:
+    if _get(config, key) < 1:
+      raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
+  _check_group(config)
+  _check_lengths(config)
+  _check_devices(config, num_devices)
+
+
+_POSITIVE = (
+  'env.workers',
+  'env.max_turns',
+  'chat.max_response',
+  'sampler.slots',
+  'train.steps',
+  'train.tasks_per_step',
+  'train.group_size',
+  'learner.minibatches',
+  'learner.micro_rows',
+  'eval.episodes',
+  'eval.max_turns',
+  'checkpoint.every',
+  'checkpoint.keep',
+)
+
+
+def _check_group(config: ml_collections.ConfigDict) -> None:
+  size, method = config.train.group_size, config.advantage.name
+  if size < 2 and advantages.needs_group(method):
+    raise ConfigError(
+      f'train.group_size={size}, but advantage.name={method} compares the '
+      'members of a group, which takes at least 2; try 8.'
+    )
+  episodes = config.train.tasks_per_step * size
+  count = config.learner.minibatches
+  if episodes % count:
+    raise ConfigError(
+      f'learner.minibatches={count} must divide the '
+      f'{config.train.tasks_per_step} x {size} = {episodes} episodes of a '
+      f'step; try {nearest_divisor(episodes, count)}.'
+    )
+
+
+def _check_lengths(config: ml_collections.ConfigDict) -> None:
+  context, response = config.chat.max_context, config.chat.max_response
+  if response >= context:
+    raise ConfigError(
+      f'chat.max_response={response} must be below '
+      f'chat.max_context={context}, which holds prompt and response; try '
+      f'chat.max_response={max(context // 8, 1)}.'
+    )
+  if config.learner.row_len < context:
+    raise ConfigError(
+      f'learner.row_len={config.learner.row_len} is shorter than '
+      f'chat.max_context={context}: the longest episode would fit no row; try '
+      f'learner.row_len={context}.'
+    )
+  if config.sampler.temperature <= 0:
+    raise ConfigError(
+      f'sampler.temperature={config.sampler.temperature} must be above 0: '
+      'greedy rollouts have no log-probabilities to learn from; try 1.0.'
+    )
+
+
+def _check_devices(config: ml_collections.ConfigDict, num_devices: int) -> None:
+  mesh = config.mesh
+  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'tensor': mesh.tensor}
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = 1
+  for size in sizes.values():
+    fixed *= size if size != -1 else 1
+  shown = ', '.join(f'mesh.{k}={v}' for k, v in sizes.items())
+  if len(free) > 1 or fixed < 1 or num_devices % fixed:
+    raise ConfigError(
+      f'{shown} does not divide {num_devices} device(s); at most one may be '
+      f'-1 (all that remain); try mesh.data=1, mesh.fsdp={num_devices}, '
+      'mesh.tensor=1.'
+    )
+  if not free and fixed != num_devices:
+    raise ConfigError(
+      f'{shown} is {fixed} device(s), but there are {num_devices}; try '
+      f'mesh.fsdp={num_devices // (fixed // mesh.fsdp) or 1}, or -1.'
+    )
+  rows = (num_devices // mesh.tensor) if mesh.tensor > 0 else 1
+  if config.learner.micro_rows % rows:
+    raise ConfigError(
+      f'learner.micro_rows={config.learner.micro_rows} rows do not divide over '
+      f'the {rows} devices of data x fsdp ({shown}); try {rows}.'
+    )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+  """The divisor of `number` nearest to `wanted`."""
+  divisors = [d for d in range(1, number + 1) if number % d == 0]
+  return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+  """Writes the config to a new workdir, or checks it against a used one.
+
+  Raises:
+    ConfigError: the workdir belongs to a run with another configuration.
+  """
+  path = workdir / 'config.json'
+  ours = json.loads(config.to_json())
+  if path.exists():
+    theirs = json.loads(path.read_text())
+    differing = [
+      key
+      for key in sorted(_flatten(theirs).keys() | _flatten(ours).keys())
+      if _flatten(theirs).get(key) != _flatten(ours).get(key)
+      and key not in _FREE
+    ]
+    if differing:
+      shown = '; '.join(
+        f'{key}: {_flatten(theirs).get(key)!r} there, '
+        f'{_flatten(ours).get(key)!r} now'
+        for key in differing[:5]
+      )
+      raise ConfigError(
+        f'{workdir} holds a run with another configuration ({shown}). Choose '
+        'another --workdir, or start with the configuration of '
+        f'{path} to resume it.'
+      )
+    return
+  if workdir.exists() and any(workdir.iterdir()):
+    raise ConfigError(
+      f'{workdir} is not empty and holds no run (no config.json); choose '
+      'another --workdir.'
+    )
+  workdir.mkdir(parents=True, exist_ok=True)
+  # Renamed into place: a kill here must not leave half a config behind.
+  part = path.with_suffix('.part')
+  part.write_text(config.to_json(indent=1, sort_keys=True) + '\n')
+  part.rename(path)
+
+
+def options(text: str) -> tuple[tuple[str, str], ...]:
+  """Parses `key=value;key=value` into sorted pairs."""
+  pairs = []
+  for part in filter(None, text.split(';')):
+    key, sign, value = part.partition('=')
+    if not sign or not key.strip():
+      raise ConfigError(
+        f'env.options={text!r}: {part!r} is not `key=value`; separate several '
+        'with `;`.'
+      )
+    pairs.append((key.strip(), value.strip()))
+  return tuple(sorted(pairs))
+
+
+def has_key(config: ml_collections.ConfigDict, key: str) -> bool:
+  flat = _flatten(json.loads(config.to_json()))
+  return any(k == key or k.startswith(f'{key}.') for k in flat)
+
+
+def unknown_key(key: str, config: ml_collections.ConfigDict) -> str:
+  """The sentence for a key that `config` does not have."""
+  known = list(_flatten(json.loads(config.to_json())))
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+  last = [k for k in known if k.rsplit('.', 1)[-1] == key.rsplit('.', 1)[-1]]
+  return (
+    f'config.{key} is unknown; the nearest is '
+    f'config.{(last or near)[0]}. configs/base.py lists every key.'
+  )
+
+
+def _known(key: str, value: str, known: Sequence[str]) -> None:
+  if value not in known:
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f' Did you mean {near[0]!r}?' if near else ''
+    raise ConfigError(
+      f'{key}={value!r} is unknown; known: {", ".join(known)}.{hint}'
+    )
+
+
+def _get(config: ml_collections.ConfigDict, key: str):
+  for part in key.split('.'):
+    config = config[part]
+  return config
+
+
+def _flatten(tree: Mapping, prefix: str = '') -> dict:
+  flat = {}
+  for key, value in tree.items():
+    name = f'{prefix}{key}'
+    if isinstance(value, Mapping):
+      flat |= _flatten(value, f'{name}.')
+    else:
+      flat[name] = value
+  return flat

@@ -1,0 +1,612 @@
+"""Expert episodes: recorded through the service, stored as a TFDS dataset.
+
+A recorder plays the environment's own solution of a task, rewritten in one of
+three styles, with harmless detours and with a thought before every action, so
+that a policy that imitates the episodes succeeds at times, and in ways that
+differ in turns and in tokens: what PlanPO then tells apart.
+
+Styles (an environment that lacks the commands plays `gold`):
+  gold: the solution as the environment gives it.
+  brisk: without needless `open door to X` and without `look around`.
+  teleport: each walk through rooms becomes one `teleport to X`, and the `look
+    around` after it is left out half of the time.
+
+The dataset is written and read by tensorflow-datasets, without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from planpo_jax import env_client, episodes
+
+STYLES = ('brisk', 'gold', 'teleport')
+
+_log = logging.getLogger(__name__)
+
+_NAME = 'planpo_demonstrations'
+_VERSION = '1.0.0'
+_RECIPE = (
+  'Record them with `python launch/warmstart.py --config=configs/quickstart.py'
+  ' --workdir=WORKDIR`, which keeps them in WORKDIR/demonstrations.'
+)
+
+# Commands that change nothing that a task asks for, by environment.
+_DETOURS = {
+  'sciworld': ('look around', 'inventory', 'wait1'),
+  'toy': ('look',),
+}
+# ScienceWorld simplifications without which a style has no commands to use.
+_STYLE_NEEDS = {'brisk': 'openDoors', 'teleport': 'teleportAction'}
+# How ScienceWorld answers an action that it did not carry out.
+_REFUSALS = (
+  'No known action matches that input',
+  'Ambiguous request',
+  'The door is not open',
+)
+
+# Share of the steps whose thought is in the other manner than its episode.
+_MANNER_NOISE = 0.15
+_OBJECTIVE_WORDS = 40
+
+_OPEN_DOOR = re.compile(r'open door to (.+)')
+_GO = re.compile(r'go to (.+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """What was seen, and the thought and the action that followed."""
+
+  observation: str
+  thought: str
+  action: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstration:
+  """One episode that reached the goal.
+
+  Attributes:
+    task: what was played.
+    goal: the task statement.
+    style: the style that was played, one of `STYLES`.
+    steps: in the order played; the observation after the last is not kept.
+    score: the environment's final score, its own range.
+  """
+
+  task: episodes.Task
+  goal: str
+  style: str
+  steps: tuple[Step, ...]
+  score: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+  """One action of a rewritten solution.
+
+  Attributes:
+    action: what to play.
+    fallback: the part of the solution it stands for, played when the
+      environment refuses the action; empty where both are the same.
+  """
+
+  action: str
+  fallback: tuple[str, ...] = ()
+
+
+def rewrite(
+  actions: Sequence[str], style: str, rng: np.random.Generator
+) -> tuple[Move, ...]:
+  """Returns a solution in another style.
+
+  Args:
+    actions: the solution as the environment gives it.
+    style: one of `STYLES`.
+    rng: drawn from for `teleport` only.
+
+  Raises:
+    ValueError: unknown style.
+  """
+  if style == 'gold':
+    return tuple(Move(action) for action in actions)
+  if style == 'brisk':
+    return _rewrite_brisk(actions)
+  if style == 'teleport':
+    return _rewrite_teleport(actions, rng)
+  raise ValueError(f'Unknown style {style!r}; the styles are {STYLES}.')
+
+
+def _rewrite_brisk(actions: Sequence[str]) -> tuple[Move, ...]:
+  moves = []
+  skipped: list[str] = []
+  for action in actions:
+    if action == 'look around' or _OPEN_DOOR.fullmatch(action):
+      skipped.append(action)
+      continue
+    moves.append(Move(action, (*skipped, action) if skipped else ()))
+    skipped = []
+  # A tail has no action to fall back from, and may be what time is won with.
+  moves.extend(Move(action) for action in skipped)
+  return tuple(moves)
+
+
+def _rewrite_teleport(
+  actions: Sequence[str], rng: np.random.Generator
+) -> tuple[Move, ...]:
+  moves = []
+  start = 0
+  while start < len(actions):
+    stop, place = start, None
+    while stop < len(actions):
+      go = _GO.fullmatch(actions[stop])
+      if not go and not _OPEN_DOOR.fullmatch(actions[stop]):
+        break
+      place = go[1] if go else place
+      stop += 1
+    if place is None:
+      stop = start + 1
+      moves.append(Move(actions[start]))
+    else:
+      walk = tuple(actions[start:stop])
+      moves.append(Move(f'teleport to {place}', walk))
+      looks = stop < len(actions) and actions[stop] == 'look around'
+      if looks and rng.random() < 0.5:
+        stop += 1
+    start = stop
+  return tuple(moves)
+
+
+def _playable_style(style: str, task: episodes.Task) -> str:
+  """Returns `style`, or `gold` where the task has no commands for it."""
+  if style == 'gold':
+    return style
+  if task.env != 'sciworld':
+    return 'gold'
+  given = dict(task.options).get('simplifications', '').split(',')
+  allowed = {name.strip() for name in given}
+  return style if allowed & {'easy', _STYLE_NEEDS[style]} else 'gold'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phrase:
+  """How a thought words the actions that `pattern` matches wholly.
+
+  `{0}`, `{1}` stand for the groups of the pattern; `plan` follows "to".
+  """
+
+  pattern: re.Pattern[str]
+  plan: str
+  terse: tuple[str, ...]
+
+
+_PHRASES = tuple(
+  _Phrase(re.compile(pattern), plan, terse)
+  for pattern, plan, terse in (
+    (
+      r'(?:go|teleport) to (.+)',
+      'go to the {0}',
+      ('To the {0}.', 'Now the {0}.'),
+    ),
+    (_OPEN_DOOR.pattern, 'open the door to the {0}', ('Open the door.',)),
+    (r'focus on (.+)', 'focus on the {0}', ('Now focus.', 'Focus on it.')),
+    (
+      r'move (.+) to (.+)',
+      'move the {0} to the {1}',
+      ('Move it.', 'Now move it.'),
+    ),
+    (
+      r'(?:pick up|take) (.+)',
+      'pick up the {0}',
+      ('Pick it up.', 'Take it.'),
+    ),
+    (r'look(?: around)?', 'look around', ('Look around.', 'What is here?')),
+    (r'inventory', 'check the inventory', ('Check the inventory.',)),
+    (r'wait\d*', 'wait a moment', ('Wait a bit.', 'Just wait.')),
+  )
+)
+
+
+def _word_action(action: str) -> tuple[str, tuple[str, ...]]:
+  """Returns the plan (an infinitive) and the terse thoughts of an action."""
+  for phrase in _PHRASES:
+    if match := phrase.pattern.fullmatch(action):
+      groups = match.groups()
+      terse = tuple(text.format(*groups) for text in phrase.terse)
+      return phrase.plan.format(*groups), terse
+  head = ' '.join(action.split()[:2])
+  return action, (f'Now {head}.', f'Next: {head}.')
+
+
+def _objective(goal: str) -> str:
+  """Returns a goal as an infinitive: 'find a plant, then move it to ...'."""
+  sentences = re.split(r'(?<=\.)\s+', goal.strip())
+  first = sentences[0].rstrip('.')
+  if first.startswith('Your task is to '):
+    first = first.removeprefix('Your task is to ')
+  else:
+    first = f'reach this goal: {first}'
+  more = [
+    match[1].lower() + match[2].rstrip('.')
+    for text in sentences[1:]
+    if (match := re.fullmatch(r'(First|Then),?( .+)', text))
+  ]
+  whole = ', '.join([first, *more])
+  text = whole if len(whole.split()) <= _OBJECTIVE_WORDS else first
+  text = re.sub(r'\ba\(n\) (?=[aeiou])', 'an ', text)
+  return text.replace('a(n) ', 'a ')
+
+
+def _think(
+  goal: str, action: str, *, wordy: bool, first: bool, rng: np.random.Generator
+) -> str:
+  """Words why `action` comes next, from the goal and the action alone."""
+  plan, terse = _word_action(action)
+  if rng.random() < _MANNER_NOISE:
+    wordy = not wordy
+  if not wordy:
+    return terse[rng.integers(len(terse))]
+  objective = _objective(goal)
+  order = 'first' if first else 'now'
+  templates = (
+    f'My task is to {objective}. I should {order} {plan}.',
+    f'I have to {objective}. The {"first" if first else "next"} step is to'
+    f' {plan}.',
+    f'I should {order} {plan}, because my task is to {objective}.',
+  )
+  return templates[rng.integers(len(templates))]
+
+
+def _rng(seed: int, task: episodes.Task, repeat: int) -> np.random.Generator:
+  """Returns a generator that depends on nothing else, so order is free."""
+  name = json.dumps([seed, dataclasses.astuple(task), repeat])
+  digest = hashlib.sha256(name.encode()).digest()
+  return np.random.default_rng(int.from_bytes(digest, 'little'))
+
+
+def _check_recording(
+  styles: Mapping[str, float], detour_rate: float, concurrency: int
+) -> None:
+  unknown = sorted(set(styles) - set(STYLES))
+  if unknown:
+    raise ValueError(f'Unknown styles {unknown}; the styles are {STYLES}.')
+  weights = list(styles.values())
+  if not all(0 <= weight < float('inf') for weight in weights) or not any(
+    weights
+  ):
+    raise ValueError(
+      f'styles={dict(styles)} must give finite weights of 0 or more, one of'
+      " them above 0; try {'gold': 1.0}."
+    )
+  if not 0 <= detour_rate <= 1:
+    raise ValueError(
+      f'detour_rate={detour_rate} must be a probability; try 0.1.'
+    )
+  if concurrency < 1:
+    raise ValueError(f'concurrency={concurrency} must be at least 1; try 2.')
+
+
+async def record(
+  client: env_client.EnvClient,
+  tasks: Sequence[episodes.Task],
+  *,
+  seed: int,
+  step_limit: int,
+  styles: Mapping[str, float],
+  detour_rate: float,
+  concurrency: int,
+  progress: Callable[[int, int], None] | None = None,
+) -> list[Demonstration]:
+  """Plays an expert episode of each task and keeps those that reach the goal.
+
+  How a solution is played depends on the seed, the task and how often the
+  task came before it in `tasks`; not on timing, on concurrency or on the other
+  tasks. ScienceWorld draws the solution itself anew each time, unseeded: two
+  recordings of it differ, so what is to be repeated is the dataset on disk.
+
+  Args:
+    client: connected to the service.
+    tasks: what to play; a task named twice is played twice, differently.
+    seed: of styles, detours and thoughts.
+    step_limit: turns after which an episode is cut off, and refused.
+    styles: weight of each style in the draw, one draw an episode.
+    detour_rate: probability of one harmless action before each action.
+    concurrency: episodes played at once.
+    progress: called with (episodes done, episodes in all) after each.
+
+  Returns:
+    The successful demonstrations, in the order of `tasks`. The others are
+    counted, by cause, in one logged line.
+
+  Raises:
+    ValueError: an argument out of its range, or a task the service refuses.
+  """
+  _check_recording(styles, detour_rate, concurrency)
+  names = sorted(styles)
+  weights = np.array([styles[name] for name in names])
+  seen: collections.Counter[episodes.Task] = collections.Counter()
+  jobs = []
+  for index, task in enumerate(tasks):
+    jobs.append((index, task, _rng(seed, task, seen[task])))
+    seen[task] += 1
+  kept: dict[int, Demonstration] = {}
+  refused: collections.Counter[str] = collections.Counter()
+  waiting = iter(jobs)
+
+  async def play_waiting() -> None:
+    for index, task, rng in waiting:
+      style = str(rng.choice(names, p=weights / weights.sum()))
+      try:
+        played = await _play(
+          client,
+          task,
+          style=_playable_style(style, task),
+          step_limit=step_limit,
+          detour_rate=detour_rate,
+          rng=rng,
+        )
+      except env_client.EnvFault as error:
+        _log.warning('No demonstration of %s: %s', task, error)
+        refused['faults'] += 1
+      else:
+        if isinstance(played, Demonstration):
+          kept[index] = played
+        else:
+          refused[played] += 1
+      if progress:
+        progress(len(kept) + refused.total(), len(jobs))
+
+  players = [
+    asyncio.create_task(play_waiting())
+    for _ in range(min(concurrency, len(jobs)))
+  ]
+  try:
+    await asyncio.gather(*players)
+  finally:
+    for player in players:
+      player.cancel()
+    await asyncio.gather(*players, return_exceptions=True)
+  _log.info(
+    'Recorded %d demonstrations of %d episodes; refused %d%s.',
+    len(kept),
+    len(jobs),
+    refused.total(),
+    ''.join(f', {count} {cause}' for cause, count in sorted(refused.items())),
+  )
+  return [kept[index] for index in sorted(kept)]
+
+
+async def _play(
+  client: env_client.EnvClient,
+  task: episodes.Task,
+  *,
+  style: str,
+  step_limit: int,
+  detour_rate: float,
+  rng: np.random.Generator,
+) -> Demonstration | str:
+  """Plays one episode; returns it, or the cause for which it is refused."""
+  session = client.session(task, step_limit=step_limit, expert=True)
+  try:
+    seen = await session.reset()
+    goal = seen.goal
+    if not seen.expert_actions:
+      return 'without a solution'
+    moves = collections.deque(rewrite(seen.expert_actions, style, rng))
+    detours = _DETOURS.get(task.env, ())
+    wordy = bool(rng.random() < 0.5)
+    steps: list[Step] = []
+
+    async def act(action: str) -> episodes.Observation:
+      thought = _think(goal, action, wordy=wordy, first=not steps, rng=rng)
+      steps.append(Step(seen.text, thought, action))
+      return await session.step(action)
+
+    while moves and seen.ending is None:
+      if detours and rng.random() < detour_rate:
+        seen = await act(detours[rng.integers(len(detours))])
+        if seen.ending is not None:
+          break
+      move = moves.popleft()
+      seen = await act(move.action)
+      if seen.text.startswith(_REFUSALS):
+        moves.extendleft(Move(action) for action in reversed(move.fallback))
+  finally:
+    await session.close()
+  if not seen.success:
+    return 'without success'
+  return Demonstration(task, goal, style, tuple(steps), seen.score)
+
+
+class PlanpoDemonstrations(tfds.core.GeneratorBasedBuilder):
+  """Builder of the dataset; examples come from memory."""
+
+  VERSION = tfds.core.Version(_VERSION)
+
+  def __init__(self, *, demonstrations: Sequence[Demonstration], **kwargs):
+    self._demonstrations = demonstrations
+    super().__init__(**kwargs)
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    text = tfds.features.Text()
+    return tfds.core.DatasetInfo(
+      builder=self,
+      description='Successful expert episodes of a text environment.',
+      features=tfds.features.FeaturesDict(
+        {
+          # TFDS shuffles on writing; the index brings the order back.
+          'index': np.int64,
+          'env': text,
+          'split': text,
+          'task_index': np.int64,
+          'task_name': text,
+          'task_seed': np.int64,
+          'options': tfds.features.Sequence({'key': text, 'value': text}),
+          'goal': text,
+          'style': text,
+          'steps': tfds.features.Sequence(
+            {'observation': text, 'thought': text, 'action': text}
+          ),
+          # Floats are stored in 32 bits; their text keeps all 64.
+          'score': text,
+        }
+      ),
+    )
+
+  def _split_generators(self, dl_manager):
+    del dl_manager
+    return {'train': self._generate_examples()}
+
+  def _generate_examples(self):
+    for index, demonstration in enumerate(self._demonstrations):
+      task = demonstration.task
+      yield (
+        index,
+        {
+          'index': index,
+          'env': task.env,
+          'split': task.split,
+          'task_index': task.index,
+          'task_name': task.name,
+          'task_seed': task.seed,
+          'options': [
+            {'key': key, 'value': value} for key, value in task.options
+          ],
+          'goal': demonstration.goal,
+          'style': demonstration.style,
+          'steps': [dataclasses.asdict(step) for step in demonstration.steps],
+          'score': repr(float(demonstration.score)),
+        },
+      )
+
+
+def write(
+  data_dir: str | os.PathLike[str],
+  demonstrations: Sequence[Demonstration],
+  *,
+  overwrite: bool = False,
+) -> None:
+  """Stores demonstrations under `data_dir`, wholly or not at all.
+
+  Args:
+    data_dir: made if it is missing. Only the folder of the dataset in it is
+      ever replaced; other files there are left alone.
+    demonstrations: at least one.
+    overwrite: replace the demonstrations that are there already.
+
+  Raises:
+    ValueError: no demonstrations.
+    FileExistsError: there are some already, and `overwrite` is False.
+  """
+  if not demonstrations:
+    raise ValueError(
+      'No demonstrations to write: at least one is needed. Record more tasks,'
+      ' or raise step_limit if the episodes were cut off.'
+    )
+  root = pathlib.Path(data_dir)
+  target = root / _NAME
+  if target.exists() and not overwrite:
+    raise FileExistsError(
+      f'{target} holds demonstrations already; pass overwrite=True to replace'
+      ' them, or name another data_dir.'
+    )
+  root.mkdir(parents=True, exist_ok=True)
+  # On the same file system as the target, so that the moves are renames.
+  scratch = pathlib.Path(tempfile.mkdtemp(prefix='.incomplete-', dir=root))
+  try:
+    builder = PlanpoDemonstrations(
+      demonstrations=demonstrations,
+      data_dir=scratch,
+      file_format='array_record',
+    )
+    # TFDS announces a download on the terminal; there is none.
+    with contextlib.redirect_stdout(io.StringIO()):
+      tfds.disable_progress_bar()
+      builder.download_and_prepare()
+    if target.exists():
+      target.rename(scratch / 'replaced')
+    (scratch / _NAME).rename(target)
+  finally:
+    shutil.rmtree(scratch)
+
+
+def read(data_dir: str | os.PathLike[str]) -> list[Demonstration]:
+  """Returns the demonstrations under `data_dir`, in the order written.
+
+  Raises:
+    FileNotFoundError: there are none.
+    ValueError: they are damaged, or were written in another format.
+  """
+  folder = pathlib.Path(data_dir) / _NAME / _VERSION
+  if not folder.is_dir():
+    raise FileNotFoundError(
+      f'No demonstrations (version {_VERSION}) in {os.fspath(data_dir)!r}.'
+      f' {_RECIPE}'
+    )
+  try:
+    builder = tfds.builder_from_directory(folder)
+    rows = list(builder.as_data_source(split='train'))
+    rows.sort(key=lambda row: row['index'])
+    demonstrations = [_parse(row) for row in rows]
+  except Exception as error:  # Each layer below raises kinds of its own.
+    raise ValueError(
+      f'The demonstrations in {folder} cannot be read ({error}). Delete that'
+      f' folder. {_RECIPE}'
+    ) from error
+  if [row['index'] for row in rows] != list(range(len(rows))):
+    raise ValueError(
+      f'The demonstrations in {folder} are not complete. Delete that folder.'
+      f' {_RECIPE}'
+    )
+  return demonstrations
+
+
+def _parse(row: Mapping[str, object]) -> Demonstration:
+  """Turns one stored example, whose texts are bytes, into its value."""
+  options, steps = row['options'], row['steps']
+  return Demonstration(
+    task=episodes.Task(
+      env=row['env'].decode(),
+      split=row['split'].decode(),
+      index=int(row['task_index']),
+      name=row['task_name'].decode(),
+      seed=int(row['task_seed']),
+      options=tuple(
+        (key.decode(), value.decode())
+        for key, value in zip(options['key'], options['value'], strict=True)
+      ),
+    ),
+    goal=row['goal'].decode(),
+    style=row['style'].decode(),
+    steps=tuple(
+      Step(observation.decode(), thought.decode(), action.decode())
+      for observation, thought, action in zip(
+        steps['observation'], steps['thought'], steps['action'], strict=True
+      )
+    ),
+    score=float(row['score']),
+  )
+
+
+def corpus(demonstrations: Sequence[Demonstration]) -> Iterator[str]:
+  """Yields every text a policy reads or writes, for training a vocabulary."""
+  for demonstration in demonstrations:
+    yield demonstration.goal
+    for step in demonstration.steps:
+      yield from (step.observation, step.thought, step.action)

@@ -1,0 +1,143 @@
+"""Warm start: a policy learns to answer as the demonstrations do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planpo_jax import (
+  batch,
+  chat,
+  demonstrations,
+  episodes,
+  losses,
+  optimizer,
+  rollout,
+  update,
+)
+from planpo_jax.models import qwen2
+
+
+def to_episode(
+  demonstration: demonstrations.Demonstration, fmt: chat.Format
+) -> episodes.Episode | None:
+  """The demonstration as if the policy had sampled it; None if too long.
+
+  Each response is `<think>thought</think><action>action</action>` and the end
+  token, cut to no length: a demonstration that does not fit the context or
+  the cap of a response is left out whole.
+  """
+  talk = fmt.begin(demonstration.goal)
+  turns = []
+  for step in demonstration.steps:
+    text = f'<think>{step.thought}</think><action>{step.action}</action>'
+    response_ids = [*fmt.tokenizer.encode(text), fmt.tokenizer.im_end]
+    try:
+      context, prompt_ids = talk.prompt(step.observation)
+    except chat.PromptTooLongError:
+      return None
+    if (
+      len(response_ids) > fmt.max_response
+      or len(context) + len(response_ids) > fmt.max_context
+    ):
+      return None
+    turns.append(
+      episodes.Turn(
+        prompt_ids=tuple(prompt_ids),
+        response_ids=tuple(response_ids),
+        response_logps=(0.0,) * len(response_ids),
+        observation=step.observation,
+        response=text,
+        action=step.action,
+        reward=0.0,
+        valid=True,
+        state_key=rollout.state_key(step.observation),
+      )
+    )
+    talk.respond(context, response_ids, step.observation, step.action)
+  return episodes.Episode(
+    demonstration.task,
+    0,
+    tuple(turns),
+    demonstration.score,
+    True,
+    episodes.Ending.TERMINATED,
+    goal=demonstration.goal,
+  )
+
+
+def _negative_log_likelihood(
+  logp_BT, rows, *, entropy_BT, denominator
+) -> tuple[jax.Array, losses.LossMetrics]:
+  """Sum of -logp over response tokens, and only what `update` needs of it."""
+  mask_BT = rows.loss_mask_BT
+  total = -jnp.where(mask_BT, logp_BT, 0.0).sum() / denominator
+  metrics = dataclasses.replace(
+    losses.no_metrics(), weight=mask_BT.astype(jnp.float32).sum()
+  )
+  return total, metrics
+
+
+def fit(
+  policy: qwen2.Policy,
+  params: qwen2.Params,
+  shown: Sequence[episodes.Episode],
+  *,
+  epochs: int,
+  minibatches: int,
+  learning_rate: float,
+  context: str,
+  row_len: int,
+  micro_rows: int,
+  on_epoch: Callable[[int, float], None],
+) -> qwen2.Params:
+  """Maximises the likelihood of the responses in `shown`.
+
+  Args:
+    policy: the network.
+    params: where to start.
+    shown: from `to_episode`.
+    epochs: passes over them.
+    minibatches: updates an epoch.
+    learning_rate: peak; warmed up over the first epoch, then cosine to 0.
+    context: `conversation` or `window`.
+    row_len: tokens of a packed row.
+    micro_rows: rows of one forward pass.
+    on_epoch: called with (epochs done, mean nats a response token).
+
+  Returns:
+    The params after the last epoch.
+  """
+  optim = optimizer.make(
+    learning_rate,
+    schedule='cosine',
+    warmup_steps=minibatches,
+    total_steps=epochs * minibatches,
+  )
+  logps = functools.partial(qwen2.token_logps, policy, temperature=1.0)
+  step = update.make_update(
+    logps, _negative_log_likelihood, optim, micro_rows=micro_rows
+  )
+  state = update.create(params, optim)
+  tokens = sum(len(t.response_ids) for e in shown for t in e.turns)
+  for epoch in range(epochs):
+    rows = batch.pack(
+      shown,
+      np.ones(tokens, np.float32),
+      context=context,
+      row_len=row_len,
+      minibatches=minibatches,
+      row_multiple=micro_rows,
+      seed=epoch,
+    )
+    nats = []
+    for minibatch in batch.split(rows, minibatches):
+      state, report = step(state, minibatch)
+      nats.append(float(report['loss']))
+    on_epoch(epoch + 1, float(np.mean(nats)))
+  return state.params

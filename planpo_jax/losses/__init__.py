@@ -1,0 +1,145 @@
+"""Policy losses, one file a loss, and the metrics that all of them report.
+
+A loss is a module here with `loss(logp_BT, batch, *, entropy_BT, denominator,
+...) -> (scalar, LossMetrics)`; the keyword arguments with a default are its
+hyperparameters. The scalar is a weighted sum over response tokens divided by
+`denominator`; None stands for the summed weight of the batch itself. A caller
+that splits a batch gives 1 for each part, adds up, and divides once by the
+weight of the whole; so the split never changes the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from planpo_jax import batch as batch_lib
+from planpo_jax import registry
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossMetrics:
+  """What a loss reports; float32 scalars.
+
+  All but the weight and the extremes are sums over response tokens, weighted as
+  the loss weighs them and divided by its denominator.
+
+  Attributes:
+    weight: summed weight of the response tokens, never divided.
+    policy_loss: the clipped objective, negated, without KL and entropy.
+    kl_ref: KL to the reference policy (nats), by the estimator that is trained.
+    approx_kl: k3 estimate of KL(old || new) (nats).
+    clip_frac: share of tokens where clipping cut the gradient.
+    dual_clip_frac: share of tokens bounded by the dual clip.
+    entropy: of the policy (nats).
+    ratio_min: smallest new/old probability ratio; inf where there is none.
+    ratio_max: largest; 0 where there is none.
+    sampler_gap: largest |old_logp - sampler_logp| (nats): how far the training
+      forward pass is from the one that sampled.
+  """
+
+  weight: jax.Array
+  policy_loss: jax.Array
+  kl_ref: jax.Array
+  approx_kl: jax.Array
+  clip_frac: jax.Array
+  dual_clip_frac: jax.Array
+  entropy: jax.Array
+  ratio_min: jax.Array
+  ratio_max: jax.Array
+  sampler_gap: jax.Array
+
+
+_SUMS = (
+  'policy_loss',
+  'kl_ref',
+  'approx_kl',
+  'clip_frac',
+  'dual_clip_frac',
+  'entropy',
+)
+
+
+def no_metrics() -> LossMetrics:
+  """Returns the metrics of a batch without response tokens."""
+  zero = jnp.zeros((), jnp.float32)
+  return LossMetrics(
+    weight=zero,
+    ratio_min=zero + jnp.inf,
+    ratio_max=zero,
+    sampler_gap=zero,
+    **{name: zero for name in _SUMS},
+  )
+
+
+def merge(a: LossMetrics, b: LossMetrics) -> LossMetrics:
+  """Joins the metrics of two parts that were given the same denominator."""
+  return LossMetrics(
+    weight=a.weight + b.weight,
+    ratio_min=jnp.minimum(a.ratio_min, b.ratio_min),
+    ratio_max=jnp.maximum(a.ratio_max, b.ratio_max),
+    sampler_gap=jnp.maximum(a.sampler_gap, b.sampler_gap),
+    **{name: getattr(a, name) + getattr(b, name) for name in _SUMS},
+  )
+
+
+def mean(metrics: LossMetrics) -> LossMetrics:
+  """Turns sums (denominator 1) into means; all fields of the result are finite.
+
+  Without response tokens the sums stay 0 and the ratios become 1.
+  """
+  some = metrics.weight > 0
+  denominator = jnp.where(some, metrics.weight, 1.0)
+  return dataclasses.replace(
+    metrics,
+    ratio_min=jnp.where(some, metrics.ratio_min, 1.0),
+    ratio_max=jnp.where(some, metrics.ratio_max, 1.0),
+    **{name: getattr(metrics, name) / denominator for name in _SUMS},
+  )
+
+
+def names() -> list[str]:
+  """Returns the losses found, sorted."""
+  return list(registry.find(__name__, 'loss'))
+
+
+def hyperparameters(name: str) -> dict[str, Any]:
+  """Returns the hyperparameters of a loss and their defaults.
+
+  Raises:
+    ValueError: unknown loss.
+  """
+  return registry.hyperparameters(registry.entry_of(__name__, 'loss', name))
+
+
+def get(
+  name: str, **chosen: Any
+) -> Callable[..., tuple[jax.Array, LossMetrics]]:
+  """Binds hyperparameters to a loss.
+
+  Returns:
+    `(logp_BT, batch, *, entropy_BT, denominator) -> (scalar, LossMetrics)`.
+
+  Raises:
+    ValueError: unknown loss, or a value that the loss does not know.
+    TypeError: unknown hyperparameter.
+  """
+  loss = registry.entry_of(__name__, 'loss', name)
+  registry.check(name, loss, chosen)
+  bound = functools.partial(loss, **chosen)
+  # Traced once on an empty batch, so that a bad value is found before the
+  # first rollout.
+  jax.eval_shape(
+    functools.partial(bound, denominator=None),
+    np.zeros((1, 1), np.float32),
+    batch_lib.pack([], np.zeros(0), context='window', row_len=1),
+    entropy_BT=np.zeros((1, 1), np.float32),
+  )
+  return bound

@@ -1,0 +1,1 @@
+"""Networks: functions of params, with no knowledge of meshes."""

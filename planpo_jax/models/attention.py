@@ -1,0 +1,223 @@
+"""Grouped-query attention: over packed rows, and over a cache.
+
+Queries come as [B, T, N, H] with N = K x G: query head n reads key/value head
+n // G, the order of Hugging Face's `repeat_kv`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Keys [rows, K, H, S] and values [rows, K, S, H] of adjacent positions: both
+# are then read as plain matrix products, without a transposed copy.
+CachePiece = tuple[jax.Array, jax.Array]
+# The cache of one layer: pieces that follow one another.
+LayerCache = tuple[CachePiece, ...]
+
+# Positions of the first piece of a cache; all pieces are multiples of it.
+_FIRST_PIECE = 128
+
+# Queries per block of the packed form, unless that makes too many blocks.
+_QUERY_BLOCK = 128
+_MAX_QUERY_BLOCKS = 8
+
+# Finite, so that a row with nothing to attend to (padding) gives no NaN.
+_MASKED = -1e30
+
+
+def attend(
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_ids_BT: jax.Array,
+) -> jax.Array:
+  """Causal attention within equal segment ids of packed rows.
+
+  Args:
+    q_BTNH: queries, rotary applied.
+    k_BTKH: keys, rotary applied; K divides N.
+    v_BTKH: values.
+    segment_ids_BT: int32; positions of different ids never see each other.
+
+  Returns:
+    [B, T, N, H] in the type of `v_BTKH`.
+  """
+  length = q_BTNH.shape[1]
+  # Unrolled: later keys are cut off statically, which saves almost half of the
+  # work; the number of blocks is bounded because each one is compiled.
+  block = max(_QUERY_BLOCK, -(-length // _MAX_QUERY_BLOCKS))
+  outs = []
+  for start in range(0, length, block):
+    end = min(start + block, length)
+    outs.append(
+      _attend_block(
+        q_BTNH[:, start:end],
+        k_BTKH[:, :end],
+        v_BTKH[:, :end],
+        segment_ids_BT[:, start:end],
+        segment_ids_BT[:, :end],
+      )
+    )
+  return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+
+
+def _attend_block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, segment_ids_BS):
+  """The last T of S positions against all S, causally, within segments."""
+  batch, queries, heads, head_dim = q_BTNH.shape
+  keys, kv_heads = k_BSKH.shape[1:3]
+  q_BTKGH = q_BTNH.reshape(batch, queries, kv_heads, -1, head_dim)
+  scores_BKGTS = jnp.einsum(
+    'BTKGH,BSKH->BKGTS',
+    q_BTKGH,
+    k_BSKH,
+    preferred_element_type=jnp.float32,
+  ) * (head_dim**-0.5)
+  index_T = jnp.arange(keys - queries, keys)
+  mask_BTS = (index_T[:, None] >= jnp.arange(keys)[None, :])[None] & (
+    segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :]
+  )
+  scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
+  probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+  out_BTKGH = jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, v_BSKH)
+  return out_BTKGH.reshape(batch, queries, heads, head_dim)
+
+
+def init_cache(
+  rows: int, length: int, num_kv_heads: int, head_dim: int, dtype: str
+) -> LayerCache:
+  """An empty cache of at least `length` positions for one layer.
+
+  Each piece is as long as all before it, so that a few pieces cover any
+  length and reading stops within twice what is filled. Pieces are arrays of
+  their own because slicing one large array would copy what is read.
+  """
+  pieces = []
+  start = 0
+  while start < length:
+    size = min(max(start, _FIRST_PIECE), length - start)
+    size = -(-size // _FIRST_PIECE) * _FIRST_PIECE
+    pieces.append(
+      (
+        jnp.zeros((rows, num_kv_heads, head_dim, size), dtype),
+        jnp.zeros((rows, num_kv_heads, size, head_dim), dtype),
+      )
+    )
+    start += size
+  return tuple(pieces)
+
+
+def write_cache(
+  cache: LayerCache,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  first_row: jax.Array,
+  positions_BT: jax.Array,
+) -> LayerCache:
+  """Stores keys and values; positions below 0 are dropped."""
+  rows_B1 = first_row + jnp.arange(positions_BT.shape[0])[:, None]
+  start = 0
+  written = []
+  for k_cache, v_cache in cache:
+    size = v_cache.shape[2]
+    inside_BT = (positions_BT >= start) & (positions_BT < start + size)
+    index_BT = jnp.where(inside_BT, positions_BT - start, size)
+    written.append(
+      (
+        k_cache.at[rows_B1, :, :, index_BT].set(k_BTKH, mode='drop'),
+        v_cache.at[rows_B1, :, index_BT].set(v_BTKH, mode='drop'),
+      )
+    )
+    start += size
+  return tuple(written)
+
+
+def attend_cache(
+  q_BTNH: jax.Array,
+  cache: LayerCache,
+  positions_BT: jax.Array,
+  first_row: jax.Array,
+  filled: jax.Array,
+) -> jax.Array:
+  """Attention of new tokens over cached ones, themselves included.
+
+  The cache is read piece by piece with a running softmax. A piece beyond the
+  length of a row changes nothing in that row, not even the last bit (its
+  weights are exactly 0 and the running maximum stays), so skipping pieces by
+  the longest row does not make any row depend on the others.
+
+  Args:
+    q_BTNH: queries, rotary applied.
+    cache: keys and values, those of the new tokens written already.
+    positions_BT: cache position of each query; it sees positions up to its
+      own.
+    first_row: cache row of the first of the B rows, which are adjacent.
+    filled: int32; pieces that start there or later are not read.
+
+  Returns:
+    [B, T, N, H] in the type of the cache.
+  """
+  batch, queries, heads, head_dim = q_BTNH.shape
+  kv_heads = cache[0][0].shape[1]
+  groups = heads // kv_heads
+  # [B, K, Q, H] with Q = T x G: one matrix product per row and K/V head.
+  q_BKQH = (
+    (q_BTNH * jnp.asarray(head_dim**-0.5, q_BTNH.dtype))
+    .reshape(batch, queries, kv_heads, groups, head_dim)
+    .transpose(0, 2, 1, 3, 4)
+    .reshape(batch, kv_heads, queries * groups, head_dim)
+  )
+  positions_BQ = jnp.repeat(positions_BT, groups, axis=1)
+
+  def read(carry, piece, start):
+    max_BKQ, sum_BKQ, out_BKQH = carry
+    k_BKHS, v_BKSH = (
+      jax.lax.dynamic_slice_in_dim(x, first_row, batch) for x in piece
+    )
+    scores_BKQS = jnp.einsum(
+      'BKQH,BKHS->BKQS', q_BKQH, k_BKHS, preferred_element_type=jnp.float32
+    )
+    index_S = start + jnp.arange(v_BKSH.shape[2])
+    mask_BQS = positions_BQ[:, :, None] >= index_S
+    scores_BKQS = jnp.where(mask_BQS[:, None], scores_BKQS, _MASKED)
+    new_max_BKQ = jnp.maximum(max_BKQ, scores_BKQS.max(axis=-1))
+    keep_BKQ = jnp.exp(max_BKQ - new_max_BKQ)
+    probs_BKQS = jnp.exp(scores_BKQS - new_max_BKQ[..., None])
+    values_BKQH = jnp.einsum(
+      'BKQS,BKSH->BKQH',
+      probs_BKQS.astype(v_BKSH.dtype),
+      v_BKSH,
+      preferred_element_type=jnp.float32,
+    )
+    return (
+      new_max_BKQ,
+      sum_BKQ * keep_BKQ + probs_BKQS.sum(axis=-1),
+      out_BKQH * keep_BKQ[..., None] + values_BKQH,
+    )
+
+  shape = (batch, kv_heads, queries * groups)
+  carry = (
+    jnp.full(shape, _MASKED, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, head_dim), jnp.float32),
+  )
+  # Every query sees position 0, so the first piece makes the maximum real;
+  # from there on a masked score weighs exp(-1e30 - max) = 0.
+  carry = read(carry, cache[0], 0)
+  start = cache[0][1].shape[2]
+  for piece in cache[1:]:
+    carry = jax.lax.cond(
+      start < filled,
+      lambda carry, piece, start=start: read(carry, piece, start),
+      lambda carry, _: carry,
+      carry,
+      piece,
+    )
+    start += piece[1].shape[2]
+  _, sum_BKQ, out_BKQH = carry
+  out_BKQH = (out_BKQH / sum_BKQ[..., None]).astype(cache[0][1].dtype)
+  return (
+    out_BKQH.reshape(batch, kv_heads, queries, groups, head_dim)
+    .transpose(0, 2, 1, 3, 4)
+    .reshape(batch, queries, heads, head_dim)
+  )

@@ -1,0 +1,1 @@
+"""A self-contained HTML page about one training run or several."""

@@ -1,0 +1,634 @@
+"""Puts the page together.
+
+Everything that a policy or an environment said is data: it travels as JSON in
+a script element that is not executed, and the page's script shows it as plain
+text. The page's content security policy names the hashes of its one style
+sheet and its one script, so the browser runs and loads nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import html
+import json
+import os
+import pathlib
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planpo_jax.report import charts, verdict
+from planpo_jax.report import runs as runs_lib
+
+TITLE = 'planpo_jax training report'
+
+# Most episodes shown of one file of transcripts.
+EPISODES_PER_FILE = 40
+# Most bytes of transcripts in a page, over all runs.
+TRANSCRIPT_BYTES = 7_000_000
+# Above this share of groups without a signal, the page says what it means.
+_FEW_SIGNALS = 0.5
+
+_HERE = pathlib.Path(__file__).parent
+_SUCCESS, *_OTHER_MEASURES = verdict.MEASURES
+
+# (key of metrics.jsonl, title, unit, caption)
+_CURVES = (
+  (
+    'rollout/success',
+    'Success',
+    'share',
+    'Share of episodes that reached the goal.',
+  ),
+  ('rollout/turns', 'Turns', '', 'Mean turns an episode.'),
+  (
+    'rollout/turns_success',
+    'Turns when successful',
+    '',
+    'Mean turns of the episodes that reached the goal.',
+  ),
+  ('rollout/response_tokens', 'Tokens a response', '', 'Mean, end included.'),
+  (
+    'advantage/groups_without_outcome_variance',
+    'Groups without a GRPO signal',
+    'share',
+    'All episodes of the group ended alike, so their outcomes teach nothing.',
+  ),
+  (
+    'loss/kl_ref',
+    'KL to the initial policy',
+    '',
+    'Mean k3 estimate a response token, in nats.',
+  ),
+  (
+    'loss/clip_frac',
+    'Clip fraction',
+    'share',
+    'Share of response tokens whose ratio was clipped.',
+  ),
+  (
+    'rollout/score',
+    'Score',
+    '',
+    "Mean of the environment's own score.",
+  ),
+  ('loss/grad_norm', 'Gradient norm', '', 'Global norm before clipping.'),
+  ('loss/entropy', 'Entropy', '', 'Mean a response token, in nats.'),
+  ('time/step_s', 'Time a step', 'seconds', 'Rollout, update and the rest.'),
+)
+
+# Settings that tell a reader what was run, besides those of the method chosen.
+_MAIN_SETTINGS = frozenset(
+  'seed env.name env.options env.task_types env.max_turns chat.context'
+  ' chat.prompt chat.history chat.max_response model.checkpoint model.size'
+  ' sampler.temperature train.steps train.tasks_per_step train.group_size'
+  ' train.success_return advantage.name loss.name optimizer.learning_rate'
+  ' update.minibatches eval.episodes eval.temperature eval.max_turns'.split()
+)
+
+
+def write(
+  directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
+) -> pathlib.Path:
+  """Reads runs and writes their page.
+
+  Args:
+    directories: one a run, at least one.
+    output: file to write; `report.html` in the first directory by default.
+
+  Returns:
+    The path of the page.
+
+  Raises:
+    runs.RunError: a directory cannot be read as a run, or the page cannot be
+      written where asked.
+  """
+  runs = runs_lib.load_all(
+    directories,
+    episodes_per_file=EPISODES_PER_FILE,
+    transcript_bytes=TRANSCRIPT_BYTES,
+  )
+  output = output or directories[0] / 'report.html'
+  written = datetime.datetime.now().strftime('%Y-%m-%d %H:%M')
+  page = render(runs, written=written)
+  # Renamed into place, so that a browser never loads half a page.
+  part = output.with_name(output.name + '.part')
+  try:
+    part.write_text(page, encoding='utf-8')
+    os.replace(part, output)
+  except OSError as error:
+    part.unlink(missing_ok=True)
+    raise runs_lib.RunError(
+      f'{output}: the page cannot be written there ({error.strerror}); give'
+      ' --output=FILE in a folder that exists and can be written to.'
+    ) from error
+  return output
+
+
+def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
+  """The whole page as one HTML document.
+
+  Args:
+    runs: at least one.
+    written: when the page was made, for people to read.
+  """
+  style = (_HERE / 'page.css').read_text('utf-8')
+  script = (_HERE / 'page.js').read_text('utf-8')
+  judged = verdict.judge(runs)
+  main, other = _charts(runs)
+  return string.Template((_HERE / 'page.html').read_text('utf-8')).substitute(
+    policy=(
+      f"default-src 'none'; style-src {_hash(style)}; script-src"
+      f" {_hash(script)}; base-uri 'none'; form-action 'none'"
+    ),
+    title=html.escape(TITLE),
+    style=style,
+    script=script,
+    headline=html.escape(judged.headline),
+    verdict='\n'.join(
+      f'<p class="verdict">{html.escape(sentence)}</p>'
+      for sentence in judged.paragraphs
+    ),
+    legend=_legend(runs),
+    notes=_notes(runs),
+    results=_results(runs),
+    curves=_curves(main, other),
+    transcripts=_transcripts(runs),
+    configuration=_configuration(runs),
+    written=html.escape(written),
+    curves_json=_curves_json([*main, *other]),
+    transcripts_json=_transcripts_json(runs),
+  )
+
+
+def _hash(source: str) -> str:
+  """The source expression that allows exactly this inline text."""
+  digest = hashlib.sha256(source.encode('utf-8')).digest()
+  return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _legend(runs: Sequence[runs_lib.Run]) -> str:
+  items = []
+  for i, run in enumerate(runs):
+    planned = runs_lib.number(run.config.get('train.steps')) or 0
+    if run.last_step is None:
+      state = 'no training step yet'
+    elif planned > run.last_step:
+      state = f'step {run.last_step} of {planned:.0f}'
+    else:
+      state = verdict.count(run.last_step, 'training step')
+    if 'after' not in run.rows:
+      state += ', not finished'
+    items.append(
+      f'<li>{charts.swatch(i)}<b>{html.escape(run.name)}</b>'
+      f' <span>{state}</span></li>'
+    )
+  return f'<ul class="runs" aria-label="Runs">{"".join(items)}</ul>'
+
+
+def _notes(runs: Sequence[runs_lib.Run]) -> str:
+  notes = [f'{run.name}: {note}' for run in runs for note in run.notes]
+  few_signals = []
+  for run in runs:
+    points = run.metrics.get(
+      ('train', 'advantage/groups_without_outcome_variance'), ()
+    )
+    share = sum(value for _, value in points) / max(1, len(points))
+    if share > _FEW_SIGNALS:
+      few_signals.append(f'{100 * share:.0f}% ({run.name})')
+  if few_signals:
+    notes.append(
+      f'In {", ".join(few_signals)} of the groups all episodes ended alike.'
+      ' Outcomes alone teach nothing there: a flat curve may mean tasks that'
+      ' are too hard or too easy, or groups that are too small.'
+    )
+  if not notes:
+    return ''
+  items = ''.join(f'<li>{html.escape(note)}</li>' for note in notes)
+  return f'<ul class="notes" aria-label="Notes">{items}</ul>'
+
+
+def _section(name: str, title: str, *parts: str) -> str:
+  return (
+    f'<section id="{name}" aria-labelledby="{name}-title">'
+    f'<h2 id="{name}-title">{title}</h2>\n' + '\n'.join(parts) + '</section>'
+  )
+
+
+def _table(title: str, body: str, *, style: str = '') -> str:
+  """A table that scrolls sideways by itself on a narrow screen."""
+  label = html.escape(title)
+  return (
+    f'<div class="sheet"><p class="caption" aria-hidden="true">{label}</p>'
+    f'<div class="scroll" role="region" tabindex="0" aria-label="{label}">'
+    f'<table class="{style}" aria-label="{label}">{body}</table></div></div>'
+  )
+
+
+def _columns(*titles: str) -> str:
+  cells = ''.join(
+    f'<th scope="col">{html.escape(title)}</th>' for title in titles
+  )
+  return f'<thead><tr>{cells}</tr></thead>'
+
+
+def _cell(shown: str, interval: str, style: str = '') -> str:
+  style = f' class="{style}"' if style else ''
+  small = f'<small>{html.escape(interval)}</small>' if interval else ''
+  return f'<td{style}>{html.escape(shown)}{small}</td>'
+
+
+def _value_cells(row: Mapping[str, Any]) -> str:
+  cells = []
+  for measure in verdict.MEASURES:
+    entry = verdict.estimate(row, measure.key)
+    cells.append(
+      _cell(
+        verdict.format_value(entry.value, measure),
+        verdict.format_interval(entry, measure),
+      )
+      if entry
+      else _cell('–', '')
+    )
+  return ''.join(cells)
+
+
+def _change_cells(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+  cells = []
+  for measure in verdict.MEASURES:
+    change = verdict.difference(
+      verdict.estimate(before, measure.key),
+      verdict.estimate(after, measure.key),
+    )
+    if change is None:
+      cells.append(_cell('–', ''))
+      continue
+    side = verdict.direction(change) * (-1 if measure.fewer else 1)
+    cells.append(
+      _cell(
+        verdict.format_change(change, measure),
+        verdict.format_change_interval(change, measure),
+        {1: 'good', -1: 'bad'}.get(side, ''),
+      )
+    )
+  return ''.join(cells)
+
+
+def _count(row: Mapping[str, Any], key: str) -> str:
+  count = runs_lib.number(row.get(key))
+  return '–' if count is None else f'{count:,.0f}'
+
+
+def _results(runs: Sequence[runs_lib.Run]) -> str:
+  if not any(run.rows for run in runs):
+    return ''
+  bodies = []
+  for run in runs:
+    lines = []
+    for name, row in run.rows.items():
+      label = name if len(runs) == 1 else f'{run.name}, {name}'
+      lines.append(
+        f'<tr><th scope="row">{html.escape(label)}</th>'
+        f'<td>{_count(row, "episodes")}</td>{_value_cells(row)}'
+        f'<td>{_count(row, "faults")}</td></tr>'
+      )
+    if 'before' in run.rows and 'after' in run.rows:
+      lines.append(
+        '<tr class="change"><th scope="row">change</th><td></td>'
+        f'{_change_cells(run.rows["before"], run.rows["after"])}<td></td></tr>'
+      )
+    bodies.append(f'<tbody class="run">{"".join(lines)}</tbody>')
+  splits = ', '.join(sorted({run.split for run in runs if run.split}))
+  table = _table(
+    f'Evaluation{f" on the {splits} split" if splits else ""}; below each'
+    ' value its 95% interval. Coloured changes are clear: their interval'
+    ' leaves out 0.',
+    _columns(
+      'Policy',
+      'Episodes',
+      *(measure.title for measure in verdict.MEASURES),
+      'Faults',
+    )
+    + ''.join(bodies),
+  )
+  return _section(
+    'results', 'Before and after', table, _by_type(runs), _interval_cards(runs)
+  )
+
+
+def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
+  cards = []
+  for measure in verdict.MEASURES:
+    if measure.key == 'turns':
+      continue  # Mixes in failures, which mostly last to the limit.
+    intervals = []
+    for i, run in enumerate(runs):
+      for name in ('before', 'after'):
+        entry = verdict.estimate(run.rows.get(name), measure.key)
+        if entry:
+          intervals.append(
+            charts.Interval(
+              run=i,
+              label=name if len(runs) == 1 else f'{run.name} {name}',
+              value=entry.value,
+              low=entry.low,
+              high=entry.high,
+              hollow=name == 'before',
+            )
+          )
+    if intervals:
+      drawing = charts.draw_intervals(
+        measure.title, intervals, 'share' if measure.share else ''
+      )
+      cards.append(
+        f'<figure class="card"><figcaption><h3>{measure.title}</h3>'
+        f'</figcaption>{drawing}</figure>'
+      )
+  return (
+    '<p class="caption spaced">Open marks: before training. Filled marks:'
+    ' after. Bars: 95% intervals.</p>'
+    f'<div class="grid-cards wide">{"".join(cards)}</div>'
+  )
+
+
+def _by_type(runs: Sequence[runs_lib.Run]) -> str:
+  """Success by task type, folded away; '' where it was not measured."""
+  columns = []
+  for run in runs:
+    for name, row in run.rows.items():
+      types = row.get('by_type')
+      if isinstance(types, dict) and types:
+        label = name if len(runs) == 1 else f'{run.name} {name}'
+        columns.append((label, types))
+  if not columns:
+    return ''
+  names = sorted(
+    {runs_lib.clean(name) for _, types in columns for name in types}
+  )
+  lines = []
+  for task_type in names:
+    cells = []
+    for _, types in columns:
+      row = types.get(task_type)
+      row = row if isinstance(row, dict) else None
+      success = verdict.estimate(row, 'success')
+      turns = verdict.estimate(row, 'turns_success')
+      if success is None:
+        cells.append(_cell('–', ''))
+        continue
+      details = f'of {_count(row, "episodes")}'
+      if turns:
+        details += f', {turns.value:.1f} turns'
+      cells.append(
+        _cell(verdict.format_value(success.value, _SUCCESS), details)
+      )
+    lines.append(
+      f'<tr><th scope="row">{html.escape(runs_lib.clean(task_type))}</th>'
+      f'{"".join(cells)}</tr>'
+    )
+  table = _table(
+    'Success by task type; below it the number of episodes and the mean turns'
+    ' of the successful ones.',
+    _columns('Task type', *(label for label, _ in columns))
+    + f'<tbody>{"".join(lines)}</tbody>',
+  )
+  return f'<details><summary>By task type</summary>{table}</details>'
+
+
+def _charts(
+  runs: Sequence[runs_lib.Run],
+) -> tuple[list[charts.Chart], list[charts.Chart]]:
+  """The main charts, and one for every metric that they do not show."""
+  used: set[tuple[str, str]] = set()
+
+  def curves(kind: str, key: str) -> list[charts.Curve]:
+    used.add((kind, key))
+    found = []
+    for i, run in enumerate(runs):
+      points = run.metrics.get((kind, key))
+      if not points:
+        continue
+      found.append(
+        charts.Curve(
+          run=i,
+          name=f'{run.name} evaluation' if kind == 'eval' else run.name,
+          points=points,
+          markers=kind == 'eval',
+        )
+      )
+    return found
+
+  main = []
+  for key, title, unit, caption in _CURVES:
+    found = curves('train', key)
+    area, _, measure = key.partition('/')
+    if area == 'rollout':
+      found += curves('eval', f'eval/{measure}')
+    if found:
+      main.append(charts.Chart(title, caption, found, unit))
+  other = []
+  for kind, key in sorted({k for run in runs for k in run.metrics} - used):
+    unit = 'seconds' if key.startswith('time/') else ''
+    title = key if kind in ('train', 'eval') else f'{kind} {key}'
+    other.append(
+      charts.Chart(title, '', curves(kind, key), unit, from_zero=False)
+    )
+  return main, other
+
+
+def _figures(drawn: Sequence[charts.Chart], first: int) -> str:
+  figures = []
+  for i, chart in enumerate(drawn, start=first):
+    caption = html.escape(chart.caption)
+    caption = f'<p class="caption">{caption}</p>' if caption else ''
+    figures.append(
+      f'<figure class="card" data-chart="{i}"><figcaption>'
+      f'<h3>{html.escape(chart.title)}</h3>{caption}</figcaption>'
+      f'<div class="plot" tabindex="0" role="group" aria-label='
+      f'"{html.escape(chart.title)}: left and right arrows read out values">'
+      f'{charts.draw(chart)}'
+      '<div class="tip" role="status" hidden></div></div></figure>'
+    )
+  return f'<div class="grid-cards">{"".join(figures)}</div>'
+
+
+def _curves(main: Sequence[charts.Chart], other: Sequence[charts.Chart]) -> str:
+  if not main and not other:
+    return _section(
+      'curves', 'Training', '<p class="empty">No metrics were logged yet.</p>'
+    )
+  parts = [
+    '<p class="caption">By training step. Lines: training episodes, smoothed'
+    ' over neighbouring steps where a thin line shows each step. Marks:'
+    ' evaluations. Point at a chart, or focus it and use the arrow keys, to'
+    ' read values.</p>'
+  ]
+  if main:
+    parts.append(_figures(main, 0))
+  if other:
+    parts.append(
+      f'<details><summary>All other metrics ({len(other)})</summary>'
+      f'{_figures(other, len(main))}</details>'
+    )
+  return _section('curves', 'Training', *parts)
+
+
+def _curves_json(drawn: Sequence[charts.Chart]) -> str:
+  return runs_lib.embed_json(
+    {
+      'plot': charts.plot_area(),
+      'colours': charts.COLOURS,
+      'charts': [
+        {
+          'unit': chart.unit,
+          'steps': charts.domain(chart)[0],
+          'curves': [
+            {
+              'run': curve.run,
+              'name': curve.name,
+              'points': [
+                (step, float(f'{value:.5g}'))
+                for step, value in charts.thin(curve.points)
+              ],
+            }
+            for curve in chart.curves
+          ],
+        }
+        for chart in drawn
+      ],
+    }
+  )
+
+
+def _transcripts(runs: Sequence[runs_lib.Run]) -> str:
+  files = [file for run in runs for file in run.transcripts]
+  kept = sum(len(file.episodes) for file in files)
+  if not kept:
+    return _section(
+      'transcripts',
+      'Transcripts',
+      '<p class="empty">No transcripts were written yet.</p>',
+    )
+  total = sum(file.total for file in files)
+  caption = f'{kept:,} episodes.'
+  if kept < total:
+    caption = (
+      f'{kept:,} of {total:,} episodes, evenly spaced within each file; the'
+      ' other'
+      f' {total - kept:,} are left out to keep the page small.'
+    )
+  filters = ''.join(
+    f'<label>{label}<select id="filter-{name}"></select></label>'
+    for name, label in (
+      ('run', 'Run'),
+      ('file', 'File'),
+      ('outcome', 'Outcome'),
+      ('type', 'Task type'),
+    )
+  )
+  return _section(
+    'transcripts',
+    'Transcripts',
+    f'<p class="caption">{caption}</p>',
+    '<noscript><p>Paging through the transcripts needs JavaScript.</p>'
+    '</noscript>',
+    f'<fieldset class="filters" aria-label="Filters">{filters}</fieldset>',
+    '<nav class="pager" aria-label="Episodes">'
+    '<button type="button" id="previous">← Previous</button>'
+    '<button type="button" id="next">Next →</button>'
+    '<label>Episode <input id="position" type="number" min="1"'
+    ' inputmode="numeric"></label> <span id="count" role="status"></span>'
+    '<span class="hint">or <kbd>←</kbd> <kbd>→</kbd></span></nav>',
+    '<div id="episode"></div>',
+  )
+
+
+def _transcripts_json(runs: Sequence[runs_lib.Run]) -> str:
+  # Episodes are encoded already: joined here rather than parsed again.
+  files = []
+  for i, run in enumerate(runs):
+    for file in run.transcripts:
+      head = runs_lib.embed_json(
+        {'run': i, 'name': file.name, 'total': file.total}
+      )
+      files.append(f'{head[:-1]},"episodes":[{",".join(file.episodes)}]}}')
+  names = runs_lib.embed_json([run.name for run in runs])
+  return f'{{"runs":{names},"files":[{",".join(files)}]}}'
+
+
+def _setting(value: Any) -> str:
+  shown = value if isinstance(value, str) else json.dumps(value)
+  shown = runs_lib.clean(shown)
+  return shown if len(shown) <= 200 else shown[:200] + '…'
+
+
+def _is_main_setting(key: str, config: Mapping[str, Any]) -> bool:
+  area, _, rest = key.partition('.')
+  if f'{area}.name' in config and rest.count('.') == 1:
+    # The choice `area.name` has its own settings; those of the other
+    # choices do not act.
+    return rest.startswith(f'{config[f"{area}.name"]}.')
+  return key in _MAIN_SETTINGS
+
+
+def _settings_table(
+  title: str, keys: Sequence[str], runs: Sequence[runs_lib.Run]
+) -> str:
+  lines = []
+  for key in keys:
+    cells = ''.join(
+      f'<td>{html.escape(_setting(run.config[key]))}</td>'
+      if key in run.config
+      else '<td>–</td>'
+      for run in runs
+    )
+    style = ' class="differs"' if _differs(key, runs) else ''
+    lines.append(
+      f'<tr{style}><th scope="row">{html.escape(key)}</th>{cells}</tr>'
+    )
+  return _table(
+    title,
+    _columns('Setting', *(run.name for run in runs))
+    + f'<tbody>{"".join(lines)}</tbody>',
+    style='words',
+  )
+
+
+def _differs(key: str, runs: Sequence[runs_lib.Run]) -> bool:
+  first = runs[0].config
+  return any(
+    (key in run.config, run.config.get(key)) != (key in first, first.get(key))
+    for run in runs[1:]
+  )
+
+
+def _configuration(runs: Sequence[runs_lib.Run]) -> str:
+  keys = list(dict.fromkeys(key for run in runs for key in run.config))
+  if not keys:
+    return _section(
+      'configuration',
+      'Configuration',
+      '<p class="empty">No configuration was found.</p>',
+    )
+  parts = []
+  if len(runs) > 1:
+    differing = [key for key in keys if _differs(key, runs)]
+    parts.append(
+      _settings_table('Where the runs differ', differing, runs)
+      if differing
+      else '<p>All settings of these runs are the same.</p>'
+    )
+  main = [
+    key
+    for key in keys
+    if any(_is_main_setting(key, run.config) for run in runs)
+  ]
+  if main:
+    parts.append(_settings_table('Main settings', main, runs))
+  parts.append(
+    f'<details><summary>All settings ({len(keys)})</summary>'
+    f'{_settings_table("All settings", keys, runs)}</details>'
+  )
+  return _section('configuration', 'Configuration', *parts)

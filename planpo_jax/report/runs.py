@@ -1,0 +1,408 @@
+"""Reads what a training run left in its directory.
+
+A run may still be going: a last line cut in half, a summary without its
+`after` row or a file that is not there yet are normal, and each is told to the
+reader of the page through `Run.notes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+FILES = ('config.json', 'metrics.jsonl', 'summary.json', 'transcripts/')
+
+# Longest text kept of one observation, response or action, in characters.
+MAX_CHARACTERS = 4000
+# Most turns kept of one episode.
+MAX_TURNS = 150
+
+
+_HIDDEN = re.compile(
+  '[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]'
+)
+
+
+class RunError(Exception):
+  """A directory cannot be read as a run; the message says what to give."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TranscriptFile:
+  """Episodes of one file of transcripts.
+
+  Attributes:
+    name: file name without its ending, e.g. `train_000003`.
+    total: episodes in the file.
+    episodes: those kept, each a JSON object, already encoded.
+  """
+
+  name: str
+  total: int
+  episodes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Everything the page shows about one run.
+
+  Attributes:
+    name: shortest end of the directory's path that no other run shares.
+    path: the directory.
+    config: flat configuration, e.g. `{'advantage.name': 'planpo'}`.
+    metrics: by (kind, key), e.g. `('train', 'rollout/success')`, the
+      (step, value) pairs in order of steps; finite values only.
+    last_step: highest training step seen; None before the first.
+    split: split that `rows` were measured on.
+    rows: by name (`before`, `after`), the row of the closing table.
+    transcripts: files of transcripts, evaluations first.
+    notes: sentences about what was missing or unreadable.
+  """
+
+  name: str
+  path: pathlib.Path
+  config: Mapping[str, Any]
+  metrics: Mapping[tuple[str, str], Sequence[tuple[float, float]]]
+  last_step: int | None
+  split: str
+  rows: Mapping[str, Mapping[str, Any]]
+  transcripts: Sequence[TranscriptFile]
+  notes: Sequence[str]
+
+
+def load_all(
+  directories: Sequence[pathlib.Path],
+  *,
+  episodes_per_file: int,
+  transcript_bytes: int,
+) -> list[Run]:
+  """Reads several runs.
+
+  Args:
+    directories: one a run, as given to `launch/train.py --workdir`.
+    episodes_per_file: most episodes kept of one file of transcripts.
+    transcript_bytes: most bytes of encoded transcripts, over all runs.
+
+  Returns:
+    The runs, in the order given.
+
+  Raises:
+    RunError: a directory is given twice, is missing or holds no run.
+  """
+  resolved = [directory.resolve() for directory in directories]
+  for index, path in enumerate(resolved):
+    if path in resolved[:index]:
+      raise RunError(f'{path} is given twice; give each run once.')
+  return [
+    _load(
+      path,
+      name=_name(path, resolved),
+      episodes_per_file=episodes_per_file,
+      transcript_bytes=transcript_bytes // len(resolved),
+    )
+    for path in resolved
+  ]
+
+
+def _name(path: pathlib.Path, others: Sequence[pathlib.Path]) -> str:
+  """Shortest end of `path` that no other of `others` ends with."""
+  for length in range(1, len(path.parts) + 1):
+    tail = path.parts[-length:]
+    if sum(other.parts[-length:] == tail for other in others) == 1:
+      break
+  return clean('/'.join(tail))
+
+
+def _load(
+  path: pathlib.Path,
+  *,
+  name: str,
+  episodes_per_file: int,
+  transcript_bytes: int,
+) -> Run:
+  expected = (
+    f'A run is the --workdir of launch/train.py and holds {", ".join(FILES)}.'
+  )
+  if not path.is_dir():
+    raise RunError(f'{path}: no such directory. {expected}')
+  if not any((path / file).exists() for file in FILES):
+    raise RunError(f'{path}: holds none of the files of a run. {expected}')
+  notes: list[str] = []
+  try:
+    config = _read_object(path / 'config.json', notes)
+    summary = _read_object(path / 'summary.json', notes)
+    metrics = _read_metrics(path / 'metrics.jsonl', notes)
+    transcripts = _read_transcripts(
+      path / 'transcripts',
+      notes,
+      episodes_per_file=episodes_per_file,
+      budget=transcript_bytes,
+    )
+  except OSError as error:
+    raise RunError(
+      f'{error.filename or path}: cannot be read ({error.strerror}). {expected}'
+    ) from error
+  rows = summary.get('rows')
+  rows = rows if isinstance(rows, dict) else {}
+  rows = {clean(key): row for key, row in rows.items() if isinstance(row, dict)}
+  if 'after' not in rows:
+    notes.append(
+      'No closing evaluation yet: the run is in progress or was stopped.'
+    )
+  steps = [
+    points[-1][0] for (kind, _), points in metrics.items() if kind == 'train'
+  ]
+  return Run(
+    name=name,
+    path=path,
+    config=dict(_flatten(config)),
+    metrics=metrics,
+    last_step=int(max(steps)) if steps else None,
+    split=text(summary.get('split')),
+    rows=rows,
+    transcripts=transcripts,
+    notes=tuple(notes),
+  )
+
+
+def clean(value: str) -> str:
+  """Makes hidden characters visible, as escapes such as `\\u202e`.
+
+  These are lone surrogates, which UTF-8 cannot hold, controls other than tab
+  and line ends, and marks that reorder the text around them.
+  """
+  return _HIDDEN.sub(lambda match: f'\\u{ord(match[0]):04x}', value)
+
+
+def text(value: Any) -> str:
+  """Text of any JSON value; '' for null."""
+  if value is None:
+    return ''
+  return clean(value if isinstance(value, str) else json.dumps(value))
+
+
+def number(value: Any) -> float | None:
+  """A finite float, or None for whatever is not one (booleans too)."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return None
+  try:
+    value = float(value)
+  except OverflowError:
+    return None
+  return value if math.isfinite(value) else None
+
+
+def _read_object(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
+  """The JSON object in a file; {} with a note when there is none."""
+  if not path.exists():
+    if path.name != 'summary.json':
+      notes.append(f'{path.name} is missing.')
+    return {}
+  try:
+    value = json.loads(path.read_text('utf-8', errors='replace'))
+  except (ValueError, RecursionError):
+    value = None
+  if not isinstance(value, dict):
+    notes.append(f'{path.name} does not hold a whole JSON object; left out.')
+    return {}
+  return value
+
+
+def _flatten(
+  config: Mapping[str, Any], prefix: str = ''
+) -> Iterator[tuple[str, Any]]:
+  for key, value in config.items():
+    key = clean(prefix + key)
+    if isinstance(value, dict) and value:
+      yield from _flatten(value, key + '.')
+    else:
+      yield key, value
+
+
+def _read_lines(path: pathlib.Path) -> list[bytes]:
+  return [line for line in path.read_bytes().splitlines() if line.strip()]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+  """The JSON object of a line, or None."""
+  try:
+    value = json.loads(line.decode('utf-8', errors='replace'))
+  except (ValueError, RecursionError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
+def _note_unreadable(
+  name: str, bad: Sequence[int], lines: int, notes: list[str]
+) -> None:
+  """Notes lines that were skipped; a cut last line alone is no news."""
+  count = len([index for index in bad if index != lines - 1])
+  if count:
+    notes.append(f'{name}: {count} unreadable of {lines} lines were skipped.')
+
+
+def _read_metrics(
+  path: pathlib.Path, notes: list[str]
+) -> dict[tuple[str, str], list[tuple[float, float]]]:
+  if not path.exists():
+    notes.append(f'{path.name} is missing.')
+    return {}
+  lines = _read_lines(path)
+  bad = []
+  # A resumed run writes again the steps after its checkpoint: the later line
+  # is the one whose parameters live on.
+  values: dict[tuple[str, str], dict[float, float]] = {}
+  for index, line in enumerate(lines):
+    record = _parse(line)
+    step = number(record.get('step')) if record else None
+    if step is None:
+      bad.append(index)
+      continue
+    kind = text(record.get('kind'))
+    if kind == 'progress':
+      continue
+    for key, value in record.items():
+      value = number(value)
+      if value is not None and key not in ('step', 'time'):
+        values.setdefault((kind, clean(key)), {})[step] = value
+  _note_unreadable(path.name, bad, len(lines), notes)
+  return {key: sorted(points.items()) for key, points in values.items()}
+
+
+def spread(items: Sequence[Any], count: int) -> Sequence[Any]:
+  """At most `count` of `items`, evenly spaced, the first among them."""
+  if len(items) <= count:
+    return items
+  return [items[i * len(items) // count] for i in range(count)]
+
+
+def _transcript_order(path: pathlib.Path) -> tuple[bool, str]:
+  return path.name.startswith('train'), path.name
+
+
+def _read_transcripts(
+  folder: pathlib.Path,
+  notes: list[str],
+  *,
+  episodes_per_file: int,
+  budget: int,
+) -> list[TranscriptFile]:
+  """Reads transcripts; what is kept stays below `budget` bytes.
+
+  When it would not, the same smaller number is kept of every file; below one
+  episode a file, every other file is left out, evaluations last.
+  """
+  kept: list[TranscriptFile] = []
+  cap = episodes_per_file
+  dropped = 0
+  for path in sorted(folder.glob('*.jsonl'), key=_transcript_order):
+    kept.append(_read_episodes(path, cap, notes))
+    while _size(kept) > budget:
+      if cap > 1:
+        cap = max(1, cap // 2)
+        kept = [
+          dataclasses.replace(file, episodes=tuple(spread(file.episodes, cap)))
+          for file in kept
+        ]
+        continue
+      train = [file for file in kept if file.name.startswith('train')]
+      remove = train[1::2] or train or kept[-1:]
+      kept = [file for file in kept if file not in remove]
+      dropped += len(remove)
+  if dropped:
+    notes.append(
+      f'{dropped} files of transcripts are left out, to keep the page small.'
+    )
+  return kept
+
+
+def _size(files: Sequence[TranscriptFile]) -> int:
+  return sum(len(episode) for file in files for episode in file.episodes)
+
+
+def _read_episodes(
+  path: pathlib.Path, cap: int, notes: list[str]
+) -> TranscriptFile:
+  lines = _read_lines(path)
+  bad = []
+  episodes = []
+  for index, line in enumerate(lines):
+    record = _parse(line)
+    if record is None:
+      bad.append(index)
+    else:
+      episodes.append(record)
+  _note_unreadable(path.name, bad, len(lines), notes)
+  return TranscriptFile(
+    name=clean(path.stem),
+    total=len(episodes),
+    episodes=tuple(
+      embed_json(_episode(record)) for record in spread(episodes, cap)
+    ),
+  )
+
+
+def embed_json(value: Any) -> str:
+  """JSON that is safe inside an HTML script element.
+
+  Plain ASCII, so that neither the page's encoding nor a lone surrogate can
+  break it; no `<`, so that no text in it ends the element or opens a comment.
+
+  Args:
+    value: anything JSON can hold; NaN and infinities raise ValueError.
+  """
+  encoded = json.dumps(value, allow_nan=False, separators=(',', ':'))
+  return encoded.replace('<', '\\u003c')
+
+
+def _cut(value: Any) -> str:
+  value = text(value)
+  left_out = len(value) - MAX_CHARACTERS
+  if left_out <= 0:
+    return value
+  return f'{value[:MAX_CHARACTERS]} [… {left_out:,} more characters]'
+
+
+def _episode(record: Mapping[str, Any]) -> dict[str, Any]:
+  """An episode with every field of the type that the page's script expects."""
+  task = record.get('task')
+  task = task if isinstance(task, dict) else {}
+  turns = record.get('turns')
+  turns = turns if isinstance(turns, list) else []
+  turns = [turn for turn in turns if isinstance(turn, dict)]
+  tokens = [number(turn.get('tokens')) for turn in turns]
+  return {
+    'step': number(record.get('step')),
+    'split': _cut(record.get('split')),
+    'env': _cut(task.get('env')),
+    'type': _cut(task.get('name')),
+    'index': number(task.get('index')),
+    'seed': number(task.get('seed')),
+    'member': number(record.get('member')),
+    'goal': _cut(record.get('goal')),
+    'score': number(record.get('score')),
+    'success': record.get('success') is True,
+    'ending': _cut(record.get('ending')),
+    'fault': _cut(record.get('fault')),
+    'return': number(record.get('return')),
+    'tokens': sum(count or 0 for count in tokens),
+    'total_turns': len(turns),
+    'turns': [
+      {
+        'observation': _cut(turn.get('observation')),
+        'response': _cut(turn.get('response')),
+        'action': _cut(turn.get('action')),
+        'valid': turn.get('valid') is not False,
+        'truncated': turn.get('truncated') is True,
+        'reward': number(turn.get('reward')),
+        'tokens': number(turn.get('tokens')),
+        'advantage': number(turn.get('advantage')),
+      }
+      for turn in turns[:MAX_TURNS]
+    ],
+  }

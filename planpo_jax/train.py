@@ -1,0 +1,206 @@
+"""The training loop: every stage once, in order, each one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import ml_collections
+import numpy as np
+
+from planpo_jax import (
+  advantages,
+  batch,
+  build,
+  checkpoint,
+  episodes,
+  evaluate,
+  losses,
+  metrics,
+  optimizer,
+  rollout,
+  sharding,
+  tasks,
+  update,
+)
+from planpo_jax import config as config_lib
+from planpo_jax.models import qwen2
+
+
+def train(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  terminal: metrics.Terminal,
+) -> int:
+  """Trains a policy, or goes on with the run in `workdir`.
+
+  Args:
+    config: see configs/base.py.
+    workdir: where everything the run writes goes.
+    terminal: where progress is told.
+
+  Returns:
+    Exit code: 0 after the last step, 128 + signal number if stopped early.
+
+  Raises:
+    config_lib.ConfigError: the configuration cannot work.
+    checkpoint.CheckpointError: the newest checkpoint cannot be read.
+    ValueError, ConnectionError: model, task types or service are not there.
+  """
+  config_lib.check(config, jax.device_count())
+  method, steps = config.advantage.name, config.train.steps
+  estimate = advantages.get(method, **config.advantage[method])
+  loss = losses.get(config.loss.name, **config.loss[config.loss.name])
+  config_lib.claim(workdir, config)
+  terminal.say(f'writing to {workdir}')
+
+  mesh = build.mesh(config)
+  model = build.model(config, mesh)
+  optim = optimizer.make(**config.optimizer)
+  logps = functools.partial(
+    qwen2.token_logps, model.policy, temperature=config.sampler.temperature
+  )
+  micro = {
+    'micro_rows': config.learner.micro_rows,
+    'micro_sharding': sharding.micro_sharding(mesh),
+  }
+  score = update.make_score(logps, **micro)
+  update_step = update.make_update(logps, loss, optim, **micro)
+  ref_params = model.params  # Never donated: the state holds copies.
+  state = update.create(ref_params, optim)
+
+  checkpoints = checkpoint.Checkpoints(
+    workdir / 'checkpoints', config.checkpoint.keep
+  )
+  first = checkpoints.latest_step() or 0
+  if first:
+    state = checkpoints.restore(state)
+    terminal.say(f'resuming after step {first} of {steps}')
+  writer = metrics.Writer(workdir, first)
+  clock = metrics.Clock()
+
+  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
+    terminal.say(f'{config.env.name} is up: {env.description.version}')
+    train_tasks = env.tasks(config.env.train_split)
+    eval_jobs = evaluate.jobs(
+      env.tasks(config.env.eval_split), config.eval.episodes
+    )
+    player = build.Player(
+      config, model, mesh, env, terminal, stop.requested
+    )
+
+    def evaluation(step: int, name: str) -> evaluate.Summary:
+      """Plays held-out tasks, the same with the same keys every time."""
+      played = player.play(
+        f'evaluation {name}',
+        eval_jobs,
+        seed=(config.seed, evaluate.SEED),
+        max_turns=config.eval.max_turns,
+        temperature=config.eval.temperature,
+      )
+      result = evaluate.summarize(played)
+      writer.write(step, 'eval', result.scalars())
+      metrics.write_transcripts(
+        workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
+      )
+      terminal.say(f'evaluation {name}: {result}')
+      return result
+
+    done = first
+    try:
+      player.set_params(state.params)
+      before = evaluate.remember(
+        workdir / 'eval_before.json', lambda: evaluation(0, 'before')
+      )
+      for step in range(first, steps):
+        timers = metrics.Timers()
+
+        with timers.measure('rollout'):
+          played = player.play(
+            f'step {step + 1}/{steps}',
+            rollout.group_jobs(
+              tasks.at(
+                train_tasks,
+                step,
+                count=config.train.tasks_per_step,
+                seed=config.seed,
+              ),
+              config.train.group_size,
+            ),
+            seed=(config.seed, evaluate.TRAIN_SEED, step),
+            max_turns=config.env.max_turns,
+            temperature=config.sampler.temperature,
+          )
+        scalars = metrics.rollout_scalars(played)
+        scalars['rollout/tokens_per_s'] = player.tokens_per_s
+        learnt = episodes.without_faults(played)
+
+        with timers.measure('advantage'):
+          table = episodes.tabulate(
+            learnt, success_return=config.train.success_return
+          )
+          adv_R = np.asarray(estimate(table, progress=(step + 1) / steps))
+          rows = batch.pack(
+            learnt,
+            adv_R,
+            context=config.chat.context,
+            row_len=config.learner.row_len,
+            minibatches=config.learner.minibatches,
+            row_multiple=config.learner.micro_rows,
+            seed=step,
+          )
+        scalars |= advantages.diagnostics(table, adv_R)
+
+        with timers.measure('score'):
+          rows = sharding.put_batch(mesh, rows)
+          rows = dataclasses.replace(
+            rows,
+            old_logp_BT=score(state.params, rows),
+            ref_logp_BT=score(ref_params, rows),
+          )
+
+        with timers.measure('update'):
+          reports = []
+          for minibatch in batch.split(rows, config.learner.minibatches):
+            state, report = update_step(state, minibatch)
+            reports.append(report)
+          scalars |= update.scalars(reports)
+        player.set_params(state.params)
+
+        done = step + 1
+        if done % config.checkpoint.every == 0 or done == steps:
+          checkpoints.save(done, state)
+        writer.write(done, 'train', scalars | timers.scalars())
+        metrics.write_transcripts(
+          workdir / 'transcripts' / f'train_{done:06d}.jsonl',
+          done,
+          played[: config.report.transcripts],
+        )
+        terminal.say(clock.line(done, steps, scalars, timers))
+        every = config.eval.every
+        if every and done % every == 0 and done != steps:
+          evaluation(done, f'{done:06d}')
+        if stop.requested():
+          raise rollout.StoppedError
+      after = evaluate.remember(
+        workdir / 'eval_after.json', lambda: evaluation(steps, 'after')
+      )
+    except rollout.StoppedError:
+      if done:
+        checkpoints.save(done, state)
+      terminal.say(
+        f'stopped and saved after step {done} of {steps}; the same command '
+        'goes on from there'
+      )
+      return 128 + stop.number
+    finally:
+      writer.close()
+      checkpoints.close()
+
+  rows = {'before': before, 'after': after}
+  split = config.env.eval_split
+  evaluate.write_summary(workdir / 'summary.json', split, rows)
+  terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(rows)}')
+  return 0

@@ -1,0 +1,249 @@
+"""The only place where model, loss and optimizer meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from planpo_jax import batch as batch_lib
+from planpo_jax import losses
+
+Params = Any
+# (params, tokens_BT, positions_BT, segment_ids_BT) -> (logp_BT, entropy_BT):
+# log-probabilities and entropies (nats) at the sampling temperature.
+LogpsFn = Callable[
+  [Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
+# loss(logp_BT, batch, *, entropy_BT, denominator), hyperparameters bound.
+LossFn = Callable[..., tuple[jax.Array, losses.LossMetrics]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """What a checkpoint saves.
+
+  Attributes:
+    params: of the policy.
+    opt_state: of the optimizer; its count leaves out skipped updates.
+    step: int32 scalar, calls of `update`, skipped ones included.
+  """
+
+  params: Params
+  opt_state: optax.OptState
+  step: jax.Array
+
+
+def create(
+  params: Params, optimizer: optax.GradientTransformation
+) -> TrainState:
+  """Returns the state before the first update.
+
+  `params` are copied, since `update` consumes its state: the caller's arrays
+  stay valid, for instance as the reference policy.
+  """
+  params = jax.tree.map(jnp.copy, params)
+  return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def _blocks(
+  batch: batch_lib.Batch,
+  micro_rows: int,
+  micro_sharding: jax.sharding.Sharding | None,
+) -> batch_lib.Batch:
+  """Reshapes [B, T] to [B / micro_rows, micro_rows, T]."""
+  num_rows = batch.tokens_BT.shape[0]
+  if micro_rows < 1 or num_rows % micro_rows:
+    raise ValueError(
+      f'micro_rows={micro_rows} must divide the {num_rows} rows given; pack '
+      'with row_multiple=micro_rows.'
+    )
+
+  def block(x_BT):
+    x = jnp.reshape(x_BT, (num_rows // micro_rows, micro_rows, *x_BT.shape[1:]))
+    if micro_sharding is not None:
+      x = jax.lax.with_sharding_constraint(x, micro_sharding)
+    return x
+
+  return jax.tree.map(block, batch)
+
+
+def make_score(
+  logps_fn: LogpsFn,
+  *,
+  micro_rows: int,
+  micro_sharding: jax.sharding.Sharding | None = None,
+) -> Callable[[Params, batch_lib.Batch], jax.Array]:
+  """Makes `score(params, batch) -> logp_BT`, jitted.
+
+  It runs the forward pass that `update` runs, on blocks of the same shape, so
+  that the ratio of the first update is 1. Gives old_logp and ref_logp.
+
+  Args:
+    logps_fn: the policy.
+    micro_rows: rows a forward pass; must divide the rows of the batch. Use the
+      same as for `make_update`.
+    micro_sharding: placement of [blocks, micro_rows, T] arrays; None leaves it
+      to the compiler.
+
+  Returns:
+    The function; its result is 0 outside of responses. Raises ValueError when
+    micro_rows does not divide the rows.
+  """
+
+  def score(params, batch):
+    def micro(_, block):
+      logp_BT = jax.lax.cond(
+        block.loss_mask_BT.any(),
+        lambda: logps_fn(
+          params, block.tokens_BT, block.positions_BT, block.segment_ids_BT
+        )[0].astype(jnp.float32),
+        lambda: jnp.zeros(block.tokens_BT.shape, jnp.float32),
+      )
+      return None, jnp.where(block.loss_mask_BT, logp_BT, 0.0)
+
+    blocks = _blocks(batch, micro_rows, micro_sharding)
+    _, logp = jax.lax.scan(micro, None, blocks)
+    return logp.reshape(batch.tokens_BT.shape)
+
+  return jax.jit(score)
+
+
+def make_update(
+  logps_fn: LogpsFn,
+  loss_fn: LossFn,
+  optimizer: optax.GradientTransformation,
+  *,
+  micro_rows: int,
+  micro_sharding: jax.sharding.Sharding | None = None,
+) -> Callable[
+  [TrainState, batch_lib.Batch], tuple[TrainState, dict[str, jax.Array]]
+]:
+  """Makes `update(state, minibatch) -> (state, metrics)`, jitted.
+
+  Gradients are summed over blocks of rows and divided once by the loss weight
+  of the whole minibatch, so the number of blocks does not change the result.
+  Blocks without response tokens (padding rows) cost nothing.
+
+  The update is skipped, and params and opt_state stay as they are, when the
+  minibatch has no response token or when a gradient is not finite; the metrics
+  `skipped` and `nonfinite` tell. `step` counts on.
+
+  Args:
+    logps_fn: the policy.
+    loss_fn: a loss, its hyperparameters bound.
+    optimizer: see `optimizer.make`.
+    micro_rows: rows a forward and backward pass; must divide the rows of the
+      minibatch.
+    micro_sharding: placement of [blocks, micro_rows, T] arrays; None leaves it
+      to the compiler.
+
+  Returns:
+    The function. It consumes (donates) the state. Its metrics are float32
+    scalars: `loss`, `grad_norm` (before clipping), `skipped`, `nonfinite`, and
+    the fields of `losses.LossMetrics`. Raises ValueError when micro_rows does
+    not divide the rows.
+  """
+
+  def block_loss(params, block):
+    logp_BT, entropy_BT = logps_fn(
+      params, block.tokens_BT, block.positions_BT, block.segment_ids_BT
+    )
+    return loss_fn(logp_BT, block, entropy_BT=entropy_BT, denominator=1.0)
+
+  def update(state, minibatch):
+    params = state.params
+    nothing = (
+      jax.tree.map(jnp.zeros_like, params),
+      jnp.zeros((), jnp.float32),
+      losses.no_metrics(),
+    )
+
+    def micro(total, block):
+      def add():
+        (loss, metrics), grads = jax.value_and_grad(block_loss, has_aux=True)(
+          params, block
+        )
+        return (
+          jax.tree.map(jnp.add, total[0], grads),
+          total[1] + loss,
+          losses.merge(total[2], metrics),
+        )
+
+      return jax.lax.cond(block.loss_mask_BT.any(), add, lambda: total), None
+
+    blocks = _blocks(minibatch, micro_rows, micro_sharding)
+    (grads, loss, loss_metrics), _ = jax.lax.scan(micro, nothing, blocks)
+    weight = jnp.where(loss_metrics.weight > 0, loss_metrics.weight, 1.0)
+    grads = jax.tree.map(lambda g: g / weight, grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    applied = finite & (loss_metrics.weight > 0)
+
+    deltas, opt_state = optimizer.update(grads, state.opt_state, params)
+    updated = (optax.apply_updates(params, deltas), opt_state)
+    params, opt_state = jax.tree.map(
+      lambda new, old: jnp.where(applied, new, old),
+      updated,
+      (params, state.opt_state),
+    )
+    metrics = {
+      'loss': loss / weight,
+      'grad_norm': grad_norm,
+      'skipped': 1.0 - applied,
+      'nonfinite': 1.0 - finite,
+    }
+    means = losses.mean(loss_metrics)
+    metrics |= {
+      field.name: getattr(means, field.name)
+      for field in dataclasses.fields(means)
+    }
+    return TrainState(params, opt_state, state.step + 1), metrics
+
+  return jax.jit(update, donate_argnums=0)
+
+
+def scalars(reports: Sequence[dict[str, jax.Array]]) -> dict[str, float]:
+  """Joins the metrics of the minibatches of one step.
+
+  Args:
+    reports: metrics as `update` returned them, at least one.
+
+  Returns:
+    Scalars under `loss/`: `total` and the fields of `losses.LossMetrics`, as
+    means over the response tokens of all minibatches or as extremes; `weight`,
+    summed; `grad_norm`, the mean over applied updates (0 without any);
+    `skipped_updates` and `nonfinite_updates`, counts; and `first_ratio_max`, of
+    the first minibatch, when the policy is still the one that was scored.
+  """
+  columns = {
+    name: np.array([float(report[name]) for report in jax.device_get(reports)])
+    for name in reports[0]
+  }
+  weight, skipped = columns.pop('weight'), columns.pop('skipped')
+  applied, some = skipped == 0, weight > 0
+  nonfinite, grad_norm = columns.pop('nonfinite'), columns.pop('grad_norm')
+  joined = {
+    'weight': weight.sum(),
+    'skipped_updates': skipped.sum(),
+    'nonfinite_updates': nonfinite.sum(),
+    'grad_norm': grad_norm[applied].mean() if applied.any() else 0.0,
+    'first_ratio_max': columns['ratio_max'][0],
+  }
+  for name, join, empty in (
+    ('ratio_min', np.min, 1.0),
+    ('ratio_max', np.max, 1.0),
+    ('sampler_gap', np.max, 0.0),
+  ):
+    values = columns.pop(name)[some]
+    joined[name] = join(values) if some.any() else empty
+  columns['total'] = columns.pop('loss')
+  for name, values in columns.items():
+    joined[name] = np.average(values, weights=weight) if some.any() else 0.0
+  return {f'loss/{name}': float(value) for name, value in joined.items()}

@@ -1,0 +1,155 @@
+"""Bad configurations are refused with the value, the rule and a fix."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from configs import base, quickstart
+from planpo_jax import config as config_lib
+from planpo_jax.models import qwen2
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXPERIMENTS = ('quickstart', 'sciworld_1_5b', 'sciworld_7b')
+
+
+def smoke():
+  return quickstart.get_config('smoke')
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_every_experiment_and_its_smoke_form_pass(name):
+  module = importlib.import_module(f'configs.{name}')
+  full = module.get_config()
+  config_lib.check(full, 4)
+  tiny = module.get_config('smoke')
+  config_lib.check(tiny, 1)
+  assert (tiny.model.size, tiny.env.name) == ('nano', 'toy')
+  assert tiny.train.steps == 3
+
+
+@pytest.mark.parametrize('name,size,billions', [
+  ('sciworld_1_5b', 'qwen2.5-1.5b', 1.54),
+  ('sciworld_7b', 'qwen2.5-7b', 7.62),
+])
+def test_paper_experiments(name, size, billions):
+  config = importlib.import_module(f'configs.{name}').get_config()
+  assert config.model.size == size
+  assert config.train.group_size == 8 and config.train.tasks_per_step == 16
+  assert config.optimizer.learning_rate == 1e-6
+  assert config.loss.ppo_clip.kl_coef == 1e-3
+  assert config.advantage.planpo.alpha_init == 0.05
+  assert (config.env.max_turns, config.train.steps) == (20, 200)
+  policy = qwen2.create(qwen2.SIZES[size], 151665)
+  shapes = jax.tree.leaves(qwen2.abstract_params(policy))
+  assert sum(x.size for x in shapes) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize('key,value,words', [
+  ('train.group_size', 1, ('train.group_size=1', 'at least 2', 'try 8')),
+  ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
+  ('learner.minibatches', 3, ('minibatches=3', '2 x 4 = 8', 'try 2')),
+  ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, planpo', "'planpo'?")),
+  ('loss.name', 'ppo', ("'ppo'", 'ppo_clip')),
+  ('chat.context', 'chat', ("'chat'", 'conversation, window')),
+  ('model.size', 'qwen', ("'qwen'", 'nano', 'qwen2.5-7b')),
+  ('learner.row_len', 100, ('row_len=100', 'max_context=512', 'row_len=512')),
+  ('chat.max_response', 512, ('max_response=512', 'max_context=512')),
+  ('sampler.temperature', 0.0, ('temperature=0.0', 'try 1.0')),
+  ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
+])
+def test_refused(key, value, words):
+  config = smoke()
+  node, _, leaf = key.rpartition('.')
+  section = config
+  for part in node.split('.'):
+    section = section[part]
+  section[leaf] = value
+  with pytest.raises(config_lib.ConfigError) as error:
+    config_lib.check(config, 1)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_rows_must_divide_over_devices():
+  config = smoke()
+  config.mesh.fsdp = 8
+  config.learner.micro_rows = 12
+  with pytest.raises(config_lib.ConfigError, match='micro_rows=12 .* try 8'):
+    config_lib.check(config, 8)
+
+
+def test_claim_keeps_a_workdir_to_one_configuration(tmp_path):
+  config_lib.claim(tmp_path / 'run', smoke())
+  config_lib.claim(tmp_path / 'run', smoke())
+  other = smoke()
+  other.optimizer.learning_rate = 0.5
+  with pytest.raises(config_lib.ConfigError) as error:
+    config_lib.claim(tmp_path / 'run', other)
+  assert 'optimizer.learning_rate' in str(error.value)
+  assert '0.5 now' in str(error.value)
+
+
+def test_claim_lets_a_run_move(tmp_path):
+  config_lib.claim(tmp_path / 'run', smoke())
+  moved = smoke()
+  moved.env.workers = 1
+  moved.env.address = 'localhost:1'
+  config_lib.claim(tmp_path / 'run', moved)
+
+
+def test_claim_leaves_foreign_folders_alone(tmp_path):
+  (tmp_path / 'thesis.tex').write_text('precious')
+  with pytest.raises(config_lib.ConfigError, match='is not empty'):
+    config_lib.claim(tmp_path, smoke())
+
+
+def test_options():
+  assert config_lib.options('b=2; a=x=y') == (('a', 'x=y'), ('b', '2'))
+  assert config_lib.options('') == ()
+  with pytest.raises(config_lib.ConfigError, match='key=value'):
+    config_lib.options('easy')
+
+
+def test_base_lists_hyperparameters_of_every_method():
+  config = base.get_config()
+  assert config.advantage.planpo.alpha_init == 0.1
+  assert 'eps' in config.advantage.grpo
+  assert config.loss.ppo_clip.clip_low == 0.2
+
+
+@pytest.mark.parametrize('flags,words', [
+  (['--config.train.stepz=3'], ('config.train.stepz', 'config.train.steps')),
+  (
+    ['--config.learning_rate=3'],
+    ('config.learning_rate', 'config.optimizer.learning_rate'),
+  ),
+  (
+    ['--config.advantage.planpo.alpha_int=1'],
+    ('config.advantage.planpo.alpha_init',),
+  ),
+  (['--config.train.steps=abc'], ("'abc'", 'config.train.steps')),
+  (['--config=configs/quickstart.py:smok'], ("'smok'", '`smoke`')),
+  (['--config=configs/nowhere.py'], ('configs/nowhere.py', 'cannot')),
+  (['--confgi=3'], ("'confgi'",)),
+  ([], ('--workdir is missing',)),
+])
+def test_flags_are_refused_with_code_2(flags, words):
+  done = subprocess.run(
+    [
+      sys.executable,
+      'launch/train.py',
+      '--config=configs/quickstart.py:smoke',
+      *flags,
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.startswith('error: ') and 'Traceback' not in done.stderr
+  for word in words:
+    assert word in done.stderr

@@ -1,0 +1,85 @@
+"""Means and intervals of an evaluation."""
+
+import json
+import math
+
+import pytest
+
+from planpo_jax import episodes, evaluate
+
+
+def episode(success, turns, tokens, name='a', ending=None):
+  turn = episodes.Turn(
+    (1,), (2,) * tokens, (0.0,) * tokens, 'o', 'r', 'a', 0.0, True, 0
+  )
+  return episodes.Episode(
+    episodes.Task('toy', 'test', 0, name),
+    0,
+    (turn,) * turns,
+    100.0 if success else 30.0,
+    success,
+    ending or episodes.Ending.TERMINATED,
+  )
+
+
+def test_wilson_interval_of_a_published_example():
+  # Newcombe 1998, table I: 81 of 263, score method: 0.2553 to 0.3662.
+  e = evaluate.wilson(81, 263)
+  assert e.mean == pytest.approx(0.3080, abs=1e-4)
+  assert e.low == pytest.approx(0.2553, abs=1e-4)
+  assert e.high == pytest.approx(0.3662, abs=1e-4)
+
+
+def test_wilson_stays_inside_the_unit_interval():
+  assert evaluate.wilson(0, 20).low == pytest.approx(0.0, abs=1e-12)
+  assert 0 < evaluate.wilson(0, 20).high < 0.2
+  assert math.isnan(evaluate.wilson(0, 0).mean)
+
+
+def test_normal_interval():
+  e = evaluate.normal([1.0, 2.0, 3.0, 4.0])
+  # sd 1.290994, /sqrt(4), times 1.959964.
+  assert (e.mean, e.high - e.mean) == pytest.approx((2.5, 1.265151), abs=1e-5)
+
+
+def test_summary_counts_faults_apart():
+  played = [
+    episode(True, 2, 5),
+    episode(False, 6, 15),
+    episode(True, 4, 10, name='b'),
+    episode(False, 1, 1, ending=episodes.Ending.FAULT),
+  ]
+  s = evaluate.summarize(played)
+  assert (s.episodes, s.faults) == (3, 1)
+  assert s.success.mean == pytest.approx(2 / 3)
+  assert s.score.mean == pytest.approx(230 / 3)
+  assert s.turns.mean == 4.0
+  assert s.turns_success.mean == 3.0
+  assert s.response_tokens.mean == 10.0
+  assert s.by_type['b'].episodes == 1
+  assert s.by_type['a'].faults == 1
+
+
+def test_summary_survives_json():
+  s = evaluate.summarize([episode(True, 2, 5)])
+  again = evaluate.Summary.from_json(json.loads(json.dumps(s.to_json())))
+  assert str(again) == str(s)
+  assert evaluate.table({'x': again}) == evaluate.table({'x': s})
+
+
+def test_remember_makes_once(tmp_path):
+  made = []
+
+  def make():
+    made.append(1)
+    return evaluate.summarize([episode(True, 2, 5)])
+
+  first = evaluate.remember(tmp_path / 'x.json', make)
+  second = evaluate.remember(tmp_path / 'x.json', make)
+  assert len(made) == 1 and str(first) == str(second)
+
+
+def test_repeats_of_a_task_are_members_of_a_group():
+  pool = [episodes.Task('toy', 'test', i, 'a') for i in range(2)]
+  jobs = evaluate.jobs(pool, 5)
+  assert len(set(jobs)) == 5

@@ -1,0 +1,256 @@
+"""The clipped objective and the KL estimators, worked by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from planpo_jax import batch as batch_lib
+from planpo_jax import losses
+from planpo_jax.losses import kl, ppo_clip
+
+PLAIN = {'kl_coef': 0.0, 'entropy_coef': 0.0}
+
+
+def make_batch(adv, mask=None, turn_tokens=None, **fields):
+  """One row of tokens whose logps are 0 unless given."""
+  adv = np.asarray(adv, np.float32)[None]
+  mask = np.ones_like(adv, bool) if mask is None else np.array([mask], bool)
+  zeros = np.zeros_like(adv)
+  batch = batch_lib.Batch(
+    tokens_BT=zeros.astype(np.int32),
+    positions_BT=zeros.astype(np.int32),
+    segment_ids_BT=np.ones_like(adv, np.int32),
+    loss_mask_BT=mask,
+    turn_tokens_BT=mask * np.asarray(turn_tokens or [1], np.int32),
+    adv_BT=adv,
+    sampler_logp_BT=zeros,
+    old_logp_BT=zeros,
+    ref_logp_BT=zeros,
+  )
+  fields = {k: np.asarray([v], np.float32) for k, v in fields.items()}
+  return dataclasses.replace(batch, **fields)
+
+
+@functools.cache
+def jitted(chosen, denominator):
+  loss = losses.get('ppo_clip', **dict(chosen))
+  return jax.jit(functools.partial(loss, denominator=denominator))
+
+
+def run(ratio, batch, denominator=None, **chosen):
+  logp_BT = np.log(np.array([ratio], np.float32))
+  loss = jitted(tuple(sorted((PLAIN | chosen).items())), denominator)
+  entropy_BT = np.full_like(logp_BT, 2.0)
+  value, metrics = loss(logp_BT, batch, entropy_BT=entropy_BT)
+  return float(value), jax.device_get(metrics)
+
+
+def value_and_grad(batch, argnums=0, **chosen):
+  """Of the loss in (logp_BT, entropy_BT)."""
+
+  def value(logp_BT, entropy_BT):
+    return ppo_clip.loss(
+      logp_BT, batch, entropy_BT=entropy_BT, denominator=None, **chosen
+    )[0]
+
+  return jax.jit(jax.value_and_grad(value, argnums))
+
+
+@pytest.mark.parametrize(
+  'ratio, adv, wanted, clipped',
+  [
+    (1.0, 2.0, -2.0, 0),
+    (1.1, 2.0, -2.2, 0),
+    (1.5, 2.0, -2.4, 1),  # Cut at 1.2.
+    (0.5, 2.0, -1.0, 0),  # The lower of the two is the free one.
+    (0.5, -2.0, 1.6, 1),  # Cut at 0.8.
+    (1.5, -2.0, 3.0, 0),
+    (50.0, -1.0, 50.0, 0),  # Not bounded from this side (ALG-19).
+  ],
+)
+def test_clipping(ratio, adv, wanted, clipped):
+  value, metrics = run([ratio], make_batch([adv]))
+  np.testing.assert_allclose(value, wanted, rtol=1e-5)
+  assert metrics.clip_frac == clipped and metrics.dual_clip_frac == 0
+  np.testing.assert_allclose(metrics.ratio_max, ratio, rtol=1e-5)
+  np.testing.assert_allclose(metrics.ratio_min, ratio, rtol=1e-5)
+
+
+def test_clip_bounds_are_apart():
+  value, _ = run([1.5], make_batch([1.0]), clip_high=0.28)
+  np.testing.assert_allclose(value, -1.28, rtol=1e-5)
+  value, _ = run([0.5], make_batch([-1.0]), clip_low=0.1)
+  np.testing.assert_allclose(value, 0.9, rtol=1e-5)
+
+
+def test_dual_clip_bounds_a_huge_ratio():
+  value, metrics = run([50.0], make_batch([-1.0]), dual_clip=3.0)
+  np.testing.assert_allclose(value, 3.0, rtol=1e-5)
+  assert metrics.dual_clip_frac == 1
+  value, metrics = run([2.0], make_batch([-1.0]), dual_clip=3.0)
+  np.testing.assert_allclose(value, 2.0, rtol=1e-5)
+  assert metrics.dual_clip_frac == 0
+
+
+def test_gradient_is_zero_where_clipped_and_minus_advantage_at_ratio_one():
+  logp_BT = np.log(np.array([[1.5, 1.0, 1.0, 0.5]], np.float32))
+  batch = make_batch([2.0, 3.0, -1.0, -4.0])
+  _, grad = value_and_grad(batch, **PLAIN)(logp_BT, np.zeros_like(logp_BT))
+  np.testing.assert_allclose(grad, [[0, -3 / 4, 1 / 4, 0]], atol=1e-6)
+
+
+def test_token_mean_leaves_masked_tokens_out_of_both_parts():
+  """A second, masked half changes nothing (ALG-15)."""
+  batch = make_batch([-1, -1, 9, 9], mask=[1, 1, 0, 0])
+  assert run([1, 1, 7, 1e-9], batch)[0] == pytest.approx(1.0)
+
+
+def test_turn_mean_weighs_turns_alike():
+  """Turns of 1 and 3 tokens with losses 1 and 5: turn mean 3, token mean 4."""
+  batch = make_batch([-1, -5, -5, -5], turn_tokens=[1, 3, 3, 3])
+  assert run([1] * 4, batch)[0] == pytest.approx(4.0)
+  value, metrics = run([1] * 4, batch, aggregation='turn_mean')
+  assert value == pytest.approx(3.0)
+  assert metrics.weight == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize('aggregation', ['token_mean', 'turn_mean'])
+def test_parts_add_up_to_the_whole(aggregation):
+  """Parts with denominator 1, merged and divided once (ALG-16)."""
+  rng = np.random.default_rng(0)
+  ratio = np.exp(rng.normal(0, 0.3, 12))
+  mask = rng.random(12) < 0.7
+  lengths = [2, 2, 3, 3, 3, 1, 4, 4, 4, 4, 2, 2]
+  ref = rng.normal(0, 0.3, 12)
+  chosen = {'aggregation': aggregation, 'kl_coef': 0.1, 'entropy_coef': 0.01}
+
+  def part(span, **more):
+    batch = make_batch(
+      np.linspace(-2, 2, 12)[span],
+      mask[span],
+      lengths[span],
+      ref_logp_BT=ref[span],
+    )
+    return run(ratio[span], batch, **chosen, **more)
+
+  whole, whole_metrics = part(slice(0, 12))
+  value, metrics = 0.0, losses.no_metrics()
+  for span in (slice(0, 2), slice(2, 9), slice(9, 12)):
+    part_value, part_metrics = part(span, denominator=1.0)
+    value += part_value
+    metrics = losses.merge(metrics, part_metrics)
+  assert value / metrics.weight == pytest.approx(whole, rel=1e-5)
+  metrics = losses.mean(metrics)
+  for field in dataclasses.fields(metrics):
+    np.testing.assert_allclose(
+      getattr(metrics, field.name),
+      getattr(whole_metrics, field.name),
+      rtol=1e-5,
+      err_msg=field.name,
+    )
+
+
+def test_token_mean_of_uneven_parts():
+  """2 tokens of loss 1 and 8 of loss 0 give 0.2, not 0.5 (ALG-16)."""
+  parts = [run([1] * n, make_batch([a] * n), denominator=1.0)
+           for n, a in ((2, -1.0), (8, 0.0))]  # fmt: skip
+  weight = sum(float(metrics.weight) for _, metrics in parts)
+  assert sum(value for value, _ in parts) / weight == pytest.approx(0.2)
+
+
+def test_all_masked_gives_zero_loss_and_gradient():
+  """Whatever stands on padding, infinities included (ALG-13)."""
+  batch = make_batch([1.0, 1.0], mask=[0, 0], old_logp_BT=[-np.inf, np.inf])
+
+  logp_BT = np.array([[-1.0, np.inf]], np.float32)
+  entropy_BT = np.array([[1.0, np.inf]], np.float32)
+  loss, grads = value_and_grad(batch, (0, 1))(logp_BT, entropy_BT)
+  assert loss == 0
+  for grad in grads:
+    np.testing.assert_array_equal(grad, 0)
+  _, metrics = jitted((), None)(logp_BT, batch, entropy_BT=entropy_BT)
+  assert metrics.weight == 0
+  metrics = losses.mean(metrics)
+  assert metrics.ratio_min == metrics.ratio_max == 1
+  assert all(np.isfinite(jax.tree.leaves(metrics)))
+
+
+def test_kl_and_entropy_terms():
+  """ratio 1 and A 0 leave kl_coef k3 - entropy_coef H = .1 x .306853 - .02."""
+  batch = make_batch([0.0], ref_logp_BT=[np.log(2.0)])
+  value, metrics = run([1.0], batch, kl_coef=0.1, entropy_coef=0.01)
+  assert value == pytest.approx(0.1 * 0.306853 - 0.02, rel=1e-5)
+  assert metrics.kl_ref == pytest.approx(0.306853, rel=1e-5)
+  assert metrics.entropy == pytest.approx(2.0)
+  assert metrics.approx_kl == 0
+
+
+def test_approx_kl_and_sampler_gap():
+  """ratio 2: k3 = 2 - 1 - ln 2; gap is the largest on response tokens."""
+  batch = make_batch(
+    [0.0, 0.0, 0.0],
+    mask=[1, 1, 0],
+    old_logp_BT=[0.0, 0.0, 0.0],
+    sampler_logp_BT=[0.25, -0.5, 3.0],
+  )
+  _, metrics = run([2.0, 2.0, 1.0], batch)
+  assert metrics.approx_kl == pytest.approx(1 - np.log(2), rel=1e-5)
+  assert metrics.sampler_gap == pytest.approx(0.5)
+
+
+def test_extreme_ratio_stays_finite():
+  """exp would overflow in float32 beyond 88."""
+  batch = make_batch([0.0, -1.0])
+
+  logp_BT = np.array([[200.0, 200.0]], np.float32)
+  loss, grad = value_and_grad(batch)(logp_BT, np.zeros_like(logp_BT))
+  assert np.isfinite(loss) and np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize(
+  'kind, wanted', [('k1', -0.693147), ('k2', 0.240227), ('k3', 0.306853)]
+)
+def test_kl_estimators(kind, wanted):
+  """Policy ln .1, reference ln .2 (ALG-22)."""
+  value = kl.estimate(jnp.log(0.1), jnp.log(0.2), kind)
+  np.testing.assert_allclose(value, wanted, atol=1e-6)
+
+
+def test_k3_is_never_negative_nor_above_ten():
+  d = jnp.concatenate([jnp.linspace(-100, 100, 999), jnp.logspace(-9, -1, 99)])
+  for sign in (-1, 1):
+    value = kl.estimate(jnp.zeros_like(d), sign * d, 'k3')
+    assert (value >= 0).all() and (value <= 10).all()
+
+
+def test_k3_gradient_pulls_to_the_reference():
+  """d k3 / d logp = 1 - exp(ref - logp)."""
+  grad = jax.grad(lambda logp: kl.estimate(logp, jnp.log(0.2), 'k3'))
+  np.testing.assert_allclose(grad(jnp.log(0.1)), 1 - 2.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'chosen, match',
+  [
+    ({'aggregation': 'mean'}, 'token_mean or turn_mean'),
+    ({'kl_kind': 'k4'}, 'k1, k2 or k3'),
+    ({'dual_clip': 1.0}, 'above 1'),
+  ],
+)
+def test_bad_values_are_refused(chosen, match):
+  with pytest.raises(ValueError, match=match):
+    losses.get('ppo_clip', **chosen)
+
+
+def test_registry_names_what_it_knows():
+  assert losses.names() == ['ppo_clip']
+  defaults = losses.hyperparameters('ppo_clip')
+  assert defaults['clip_low'] == 0.2 and 'denominator' not in defaults
+  with pytest.raises(ValueError, match='ppo.*losses.*ppo_clip'):
+    losses.get('ppo')
+  with pytest.raises(TypeError, match='clip_hi; .*clip_high'):
+    losses.get('ppo_clip', clip_hi=0.3)

@@ -1,0 +1,642 @@
+"""The report: what it reads, what it concludes, and that no text can act."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from launch import report
+from planpo_jax.report import charts, page, verdict
+from planpo_jax.report import runs as runs_lib
+
+HOSTILE = (
+  '</script><img src=x onerror=alert(1)><!--<script>\u2028\u2029\udfff\ud800'
+  '"\'&lt; $title ${style} \x00\u202e'
+)
+# What a reader sees: hidden characters are spelt out, the rest is unchanged.
+HOSTILE_SHOWN = (
+  '</script><img src=x onerror=alert(1)><!--<script>\u2028\u2029\\udfff\\ud800'
+  '"\'&lt; $title ${style} \\u0000\\u202e'
+)
+
+
+def write_lines(path: pathlib.Path, records, ending: str = '') -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  lines = [json.dumps(record) + '\n' for record in records]
+  path.write_text(''.join(lines) + ending)
+
+
+def row(success=0.4, low=0.3, high=0.5, **more):
+  return {
+    'episodes': 120,
+    'success': success,
+    'success_ci': [low, high],
+    'score': 55.14,
+    'score_ci': [50.0, 60.0],
+    'turns': 8.0,
+    'turns_ci': [7.5, 8.5],
+    'turns_success': 6.0,
+    'turns_success_ci': [5.5, 6.5],
+    'response_tokens': 20.0,
+    'response_tokens_ci': [19.0, 21.0],
+    'faults': 0,
+    **more,
+  }
+
+
+def episode(index=0, text='look', success=True, turns=1, task_type='boil'):
+  return {
+    'step': 3,
+    'split': 'train',
+    'task': {'env': 'toy', 'split': 'train', 'index': index, 'name': task_type},
+    'member': 0,
+    'goal': text,
+    'score': 100.0,
+    'success': success,
+    'ending': 'terminated',
+    'return': 10.0,
+    'turns': [
+      {
+        'observation': text,
+        'response': text,
+        'action': text,
+        'valid': True,
+        'reward': 1.0,
+        'tokens': 7,
+        'truncated': False,
+      }
+    ]
+    * turns,
+  }
+
+
+def make_run(path: pathlib.Path, *, name='planpo', before=None, after=None):
+  """A small finished run."""
+  path.mkdir(parents=True)
+  config = {
+    'seed': 0,
+    'train': {'steps': 2, 'group_size': 8},
+    'advantage': {'name': name, 'planpo': {'alpha': 0.5}, 'grpo': {'eps': 1}},
+  }
+  (path / 'config.json').write_text(json.dumps(config))
+  write_lines(
+    path / 'metrics.jsonl',
+    [
+      {'step': 0, 'kind': 'eval', 'eval/success': 0.25},
+      {'step': 1, 'kind': 'train', 'time': 9.0, 'rollout/success': 0.25},
+      {'step': 1, 'kind': 'progress', 'episodes': 12},
+      {'step': 2, 'kind': 'train', 'rollout/success': 0.5, 'odd/key': 7.0},
+    ],
+  )
+  rows = {'before': before or row(), 'after': after or row(0.8, 0.7, 0.9)}
+  (path / 'summary.json').write_text(
+    json.dumps({'split': 'test', 'rows': rows})
+  )
+  write_lines(path / 'transcripts' / 'eval_after.jsonl', [episode()])
+  return path
+
+
+def load(path: pathlib.Path, *, episodes_per_file=40, budget=10**7):
+  (run,) = runs_lib.load_all(
+    [path], episodes_per_file=episodes_per_file, transcript_bytes=budget
+  )
+  return run
+
+
+class Page(html.parser.HTMLParser):
+  """What a browser's parser would make of a page."""
+
+  def __init__(self, source: str):
+    super().__init__()
+    self.elements = []  # (tag, attributes)
+    self.scripts = {}  # id -> text
+    self.text = ''
+    self._raw = None
+    self.feed(source)
+    self.close()
+
+  def handle_starttag(self, tag, attributes):
+    self.elements.append((tag, dict(attributes)))
+    if tag in ('script', 'style'):
+      self._raw = dict(attributes).get('id', tag)
+
+  def handle_endtag(self, tag):
+    if tag in ('script', 'style'):
+      self._raw = None
+
+  def handle_data(self, data):
+    if self._raw:
+      self.scripts[self._raw] = self.scripts.get(self._raw, '') + data
+    else:
+      self.text += data
+
+  def tags(self, name):
+    return [attributes for tag, attributes in self.elements if tag == name]
+
+  def json(self, name):
+    return json.loads(self.scripts[name])
+
+
+def render(*paths: pathlib.Path) -> Page:
+  runs = runs_lib.load_all(paths, episodes_per_file=40, transcript_bytes=10**7)
+  return Page(page.render(runs, written='today'))
+
+
+@pytest.fixture(name='hostile')
+def hostile_run(tmp_path):
+  """A run in which every text, name and key attacks the page."""
+  path = tmp_path / 'h<img src=x onerror=alert(2)>'
+  attack = row(by_type={HOSTILE: row()})
+  make_run(path, before=attack, after=attack)
+  config = {'seed': HOSTILE, 'env': {'name': HOSTILE, HOSTILE: HOSTILE}}
+  (path / 'config.json').write_text(json.dumps(config))
+  rows = {'before': attack, 'after': attack, HOSTILE: attack}
+  (path / 'summary.json').write_text(
+    json.dumps({'split': HOSTILE, 'rows': rows})
+  )
+  write_lines(
+    path / 'metrics.jsonl',
+    [{'step': 1, 'kind': kind, HOSTILE: 1.0} for kind in ('train', HOSTILE)],
+  )
+  write_lines(
+    path / 'transcripts' / 'train_<b>.jsonl',
+    [episode(text=HOSTILE, task_type=HOSTILE)],
+  )
+  return path
+
+
+class TestNothingActs:
+  def test_hostile_text_makes_no_element(self, hostile):
+    one, two = (make_run(hostile.parent / name) for name in ('one', 'two'))
+    seen, plain = render(hostile, two), render(one, two)
+    assert not seen.tags('img')
+    assert len(seen.tags('script')) == len(plain.tags('script')) == 3
+    assert {tag for tag, _ in seen.elements} <= {
+      tag for tag, _ in plain.elements
+    }
+    handlers = [
+      key
+      for _, attributes in seen.elements
+      for key in attributes
+      if key.startswith('on')
+    ]
+    assert not handlers
+
+  def test_hostile_text_arrives_unchanged(self, hostile):
+    seen = render(hostile)
+    files = seen.json('transcripts-data')['files']
+    (shown,) = (
+      file['episodes'][0] for file in files if file['name'] == 'train_<b>'
+    )
+    turn = shown['turns'][0]
+    for text in (
+      shown['goal'],
+      shown['type'],
+      *map(turn.get, ('observation', 'response', 'action')),
+    ):
+      assert text == HOSTILE_SHOWN
+    assert HOSTILE_SHOWN in seen.text  # Split, task type and settings.
+
+  def test_embedded_json_is_ascii_without_angle_brackets(self):
+    encoded = runs_lib.embed_json({'a': HOSTILE})
+    assert encoded.isascii() and '<' not in encoded
+    assert json.loads(encoded) == {'a': HOSTILE}
+
+  def test_page_with_lone_surrogates_can_be_written(self, hostile):
+    page.write([hostile])
+    assert (hostile / 'report.html').read_text('utf-8')
+
+  def test_policy_allows_this_style_and_script_only(self, hostile):
+    seen = render(hostile)
+    (policy,) = (
+      attributes['content']
+      for attributes in seen.tags('meta')
+      if attributes.get('http-equiv') == 'Content-Security-Policy'
+    )
+    assert "default-src 'none'" in policy and 'unsafe' not in policy
+    for source in (seen.scripts['script'], seen.scripts['style']):
+      digest = hashlib.sha256(source.encode()).digest()
+      assert base64.b64encode(digest).decode() in policy
+
+  def test_page_loads_nothing(self, hostile):
+    seen = render(hostile)
+    links = [
+      attributes[key]
+      for _, attributes in seen.elements
+      for key in ('src', 'href', 'action', 'data', 'srcset')
+      if key in attributes
+    ]
+    assert links == ['#transcripts']
+    assert 'url(' not in seen.scripts['style']
+    assert '@import' not in seen.scripts['style']
+
+  def test_script_writes_text_only(self):
+    script = (pathlib.Path(page.__file__).parent / 'page.js').read_text()
+    for sink in (
+      'innerHTML',
+      'outerHTML',
+      'insertAdjacent',
+      'document.write',
+      'eval',
+      'fetch',
+      'import',
+    ):
+      assert sink not in script.replace('evaluat', '')
+
+
+class TestReading:
+  def test_run_in_progress(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    (path / 'summary.json').write_text('{"split": "te')
+    with (path / 'metrics.jsonl').open('a') as file:
+      file.write('{"step": 3, "kind": "tr')
+    with (path / 'transcripts' / 'eval_after.jsonl').open('a') as file:
+      file.write('{"step": 3, "tur')
+    run = load(path)
+    assert run.last_step == 2
+    assert run.rows == {}
+    assert run.transcripts[0].total == 1
+    # The cut last lines are no news; the cut summary and the state are.
+    assert len(run.notes) == 2
+    assert 'summary.json does not hold' in run.notes[0]
+    assert 'in progress' in run.notes[1]
+    seen = render(path)
+    assert '2 steps so far, no closing evaluation yet' in seen.text
+    assert '38% of the episodes succeeded' in seen.text
+
+  def test_run_before_its_first_step(self, tmp_path):
+    path = tmp_path / 'run'
+    path.mkdir()
+    (path / 'config.json').write_text('{"seed": 0}')
+    seen = render(path)
+    assert 'Training has not begun' in seen.text
+    assert 'No transcripts were written yet' in seen.text
+
+  def test_unreadable_lines_are_counted_and_skipped(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    (path / 'metrics.jsonl').write_bytes(
+      b'{"step": 1, "kind": "train", "a": 1}\n'
+      b'\xff\xfe\n[1]\n{"a": 3}\n'
+      b'{"step": 2, "kind": "train", "a": 2}\n'
+    )
+    run = load(path)
+    assert run.metrics == {('train', 'a'): [(1.0, 1.0), (2.0, 2.0)]}
+    assert run.notes == (
+      'metrics.jsonl: 3 unreadable of 5 lines were skipped.',
+    )
+
+  def test_only_finite_numbers_are_metrics(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    (path / 'metrics.jsonl').write_text(
+      '{"step": 1, "kind": "train", "a": NaN, "b": null, "c": true,'
+      ' "d": "x", "e": Infinity, "f": 2, "g": 1' + '0' * 400 + '}\n'
+    )
+    assert load(path).metrics == {('train', 'f'): [(1.0, 2.0)]}
+
+  def test_steps_repeated_after_a_resume_take_the_later_line(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'metrics.jsonl',
+      [
+        {'step': step, 'kind': 'train', 'a': value}
+        for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.7), (3, 0.8))
+      ],
+    )
+    points = load(path).metrics['train', 'a']
+    assert points == [(1, 0.1), (2, 0.7), (3, 0.8)]
+
+  def test_names_are_the_shortest_that_differ(self, tmp_path):
+    paths = [tmp_path / name for name in ('a/x', 'b/x', 'b/y')]
+    for path in paths:
+      make_run(path)
+    runs = runs_lib.load_all(paths, episodes_per_file=1, transcript_bytes=10**6)
+    assert [run.name for run in runs] == ['a/x', 'b/x', 'y']
+
+  def test_episodes_with_wrong_types_are_shown_as_far_as_they_go(
+    self, tmp_path
+  ):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'transcripts' / 'train_000001.jsonl',
+      [{'task': 7, 'turns': [3, {'response': ['x'], 'reward': 'y'}]}, {}],
+    )
+    first, second = map(json.loads, load(path).transcripts[1].episodes)
+    assert first['total_turns'] == 1
+    assert first['turns'][0]['response'] == '["x"]'
+    assert first['turns'][0]['reward'] is None
+    assert second['turns'] == [] and second['success'] is False
+
+
+class TestTranscriptsKept:
+  def test_long_files_are_sampled_evenly(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'transcripts' / 'eval_after.jsonl',
+      [episode(index=i) for i in range(100)],
+    )
+    (file,) = load(path, episodes_per_file=4).transcripts
+    kept = [json.loads(text)['index'] for text in file.episodes]
+    assert (file.total, kept) == (100, [0, 25, 50, 75])
+    runs = [load(path, episodes_per_file=4)]
+    assert '4 of 100 episodes' in Page(page.render(runs, written='')).text
+
+  @pytest.mark.parametrize('budget', [20_000, 3_000, 100])
+  def test_budget_holds_and_evaluations_stay_longest(self, tmp_path, budget):
+    path = make_run(tmp_path / 'run')
+    for step in range(12):
+      write_lines(
+        path / 'transcripts' / f'train_{step:06d}.jsonl',
+        [episode(index=i) for i in range(20)],
+      )
+    run = load(path, budget=budget)
+    size = sum(len(e) for file in run.transcripts for e in file.episodes)
+    assert size <= budget
+    if budget == 100:  # Less than one episode.
+      assert run.transcripts == []
+    else:
+      assert run.transcripts[0].name == 'eval_after'
+      assert size > budget / 3
+    assert any('left out' in note for note in run.notes) == (budget < 20_000)
+
+  def test_runs_share_the_budget(self, tmp_path):
+    paths = [make_run(tmp_path / name) for name in ('one', 'two')]
+    for path in paths:
+      write_lines(
+        path / 'transcripts' / 'eval_after.jsonl',
+        [episode(index=i) for i in range(40)],
+      )
+    runs = runs_lib.load_all(
+      paths, episodes_per_file=40, transcript_bytes=10_000
+    )
+    kept = [sum(map(len, run.transcripts[0].episodes)) for run in runs]
+    assert kept[0] == kept[1] and 5_000 < sum(kept) <= 10_000
+
+  def test_long_texts_and_episodes_are_cut(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'transcripts' / 'eval_after.jsonl',
+      [episode(text='x' * 5000, turns=200)],
+    )
+    shown = json.loads(load(path).transcripts[0].episodes[0])
+    assert shown['total_turns'] == 200
+    assert len(shown['turns']) == runs_lib.MAX_TURNS
+    assert shown['tokens'] == 200 * 7
+    assert shown['goal'] == 'x' * 4000 + ' [… 1,000 more characters]'
+
+
+class TestVerdict:
+  def test_difference_is_method_10_of_newcombe(self):
+    """56/70 against 48/80: 0.2, 95% interval 0.0524 to 0.3339.
+
+    Newcombe (1998), Statistics in Medicine 17:873-890, table II, contrast (a).
+    """
+
+    def wilson(successes, n, z=1.959964):
+      share = successes / n
+      middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+      half = (
+        z
+        * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+        / (1 + z * z / n)
+      )
+      return verdict.Estimate(share, middle - half, middle + half)
+
+    change = verdict.difference(wilson(48, 80), wilson(56, 70))
+    assert change.value == pytest.approx(0.2)
+    assert change.low == pytest.approx(0.0524, abs=5e-5)
+    assert change.high == pytest.approx(0.3339, abs=5e-5)
+
+  @pytest.mark.parametrize(
+    'after, headline',
+    [
+      (row(0.8, 0.7, 0.9), 'Training clearly raised success'),
+      (row(0.1, 0.05, 0.15), 'Training clearly lowered success'),
+      (row(0.45, 0.35, 0.55), 'No clear change in success'),
+      (
+        row(0.45, 0.35, 0.55, turns_success=4.0, turns_success_ci=[3.8, 4.2]),
+        'As often successful, with clearly less effort',
+      ),
+      (
+        row(0.45, 0.35, 0.55, turns_success=9.0, turns_success_ci=[8.8, 9.2]),
+        'No clear change in success',
+      ),
+      (row(0.45, None, None), 'Success changed by +5 points'),
+    ],
+  )
+  def test_headline(self, tmp_path, after, headline):
+    run = load(make_run(tmp_path / 'run', after=after))
+    assert verdict.judge([run]).headline == headline
+
+  def test_paragraph_states_both_rates_with_intervals(self, tmp_path):
+    run = load(make_run(tmp_path / 'run'))
+    (paragraph,) = verdict.judge([run]).paragraphs
+    # Square and add: 40 - sqrt(10² + 10²) = 25.9 and 40 + 14.1 = 54.1.
+    assert paragraph.startswith(
+      'On 120 test episodes the policy succeeded in 40% (30 to 50) before'
+      ' training and 80% (70 to 90) after: +40 points (+26 to +54), a clear'
+      ' gain.'
+    )
+
+  def test_missing_values_are_left_out(self, tmp_path):
+    after = row(0.8, 0.7, 0.9, turns_success=None, turns_success_ci=None)
+    run = load(make_run(tmp_path / 'run', after=after))
+    (paragraph,) = verdict.judge([run]).paragraphs
+    assert 'turns 8.0 → 8.0' in paragraph
+    assert 'turns when successful' not in paragraph
+
+  def test_faults_and_unequal_counts_are_told(self, tmp_path):
+    after = row(0.8, 0.7, 0.9, faults=2, episodes=118)
+    run = load(make_run(tmp_path / 'run', after=after))
+    (paragraph,) = verdict.judge([run]).paragraphs
+    assert 'On 120 (before) and 118 (after) test episodes' in paragraph
+    assert 'not counted: 2 episodes.' in paragraph
+
+  def test_runs_are_compared_with_the_first(self, tmp_path):
+    runs = [
+      load(make_run(tmp_path / 'one')),
+      load(make_run(tmp_path / 'two', after=row(0.5, 0.4, 0.6))),
+    ]
+    assert any(
+      'two against one: success −30 points (−44 to −16), clearly less often'
+      in paragraph
+      for paragraph in verdict.judge(runs).paragraphs
+    )
+
+
+class TestCharts:
+  @pytest.mark.parametrize(
+    'low, high, expected',
+    [
+      (0, 1, [0, 0.25, 0.5, 0.75, 1]),
+      (0, 37, [0, 10, 20, 30, 40]),
+      (-3, 5, [-4, -2, 0, 2, 4, 6]),
+      (2, 2, [1.8, 1.9, 2.0, 2.1, 2.2]),
+      (0.3, 0.7, [0.3, 0.4, 0.5, 0.6, 0.7]),
+      (0, 0.003, [0, 0.001, 0.002, 0.003]),
+    ],
+  )
+  def test_ticks(self, low, high, expected):
+    assert charts.ticks(low, high) == pytest.approx(expected)
+
+  def test_thin_takes_means_of_neighbours(self):
+    points = [(float(i), float(i % 2)) for i in range(1000)]
+    thinned = charts.thin(points, 100)
+    assert len(thinned) == 100
+    assert {value for _, value in thinned} == {0.5}
+    assert charts.thin(points[:100], 100) == points[:100]
+
+  def test_smoothing_keeps_a_straight_line_straight(self):
+    points = [(float(i), 2.0 * i) for i in range(50)]
+    assert charts.smooth(points, 7) == pytest.approx(points)
+
+  @pytest.mark.parametrize(
+    'value, unit, expected',
+    [
+      (0.4166, 'share', '41.7%'),
+      (0.0, '', '0'),
+      (-0.00314159, '', '−0.00314'),
+      (12345.6, '', '12,346'),
+      (1e-6, '', '1e−06'),
+      (1.5, 'seconds', '1.5 s'),
+    ],
+  )
+  def test_format_number(self, value, unit, expected):
+    assert charts.format_number(value, unit) == expected
+
+  def test_points_lie_where_the_axes_say(self):
+    """Steps 0 to 10 and values 0 to 1 span the plot, corner to corner."""
+    curve = charts.Curve(0, 'run', [(0, 0.0), (10, 1.0)])
+    area = charts.plot_area()
+    seen = Page(charts.draw(charts.Chart('t', '', [curve])))
+    (line,) = seen.tags('polyline')
+    (x0, y0), (x1, y1) = (
+      map(float, point.split(',')) for point in line['points'].split()
+    )
+    assert (x0, y0) == (area['left'], area['bottom'])
+    assert (x1, y1) == (area['right'], area['top'])
+
+  def test_vertical_axis_of_nothing_but_zeros(self):
+    chart = charts.Chart('t', '', [charts.Curve(0, 'run', [(1, 0), (3, 0)])])
+    assert charts.domain(chart) == ((1, 3), (0, 1))
+
+  @pytest.mark.parametrize('value', [0.0, -2.0, 3.0])
+  def test_a_single_point_is_drawn(self, value):
+    chart = charts.Chart('t', '', [charts.Curve(0, 'run', [(5, value)])])
+    (dot,) = Page(charts.draw(chart)).tags('circle')
+    area = charts.plot_area()
+    assert area['left'] < float(dot['cx']) < area['right']
+    assert area['top'] <= float(dot['cy']) <= area['bottom']
+
+
+class TestPage:
+  def test_table_holds_values_intervals_and_change(self, tmp_path):
+    seen = render(make_run(tmp_path / 'run'))
+    for shown in (
+      '40%30 to 50',
+      '80%70 to 90',
+      '+40 points+26 to +54',
+      '55.150.0 to 60.0',
+      '120',
+    ):
+      assert shown in seen.text
+    assert all('scope' in th for th in seen.tags('th'))
+
+  def test_charts_and_their_data(self, tmp_path):
+    seen = render(make_run(tmp_path / 'one'), make_run(tmp_path / 'two'))
+    data = seen.json('curves-data')['charts']
+    assert len(seen.tags('figure')) == len(data) + 4  # and the intervals
+    success, odd = data
+    assert success['steps'] == [0, 2]
+    assert [curve['name'] for curve in success['curves']] == [
+      'one',
+      'two',
+      'one evaluation',
+      'two evaluation',
+    ]
+    assert success['curves'][0]['points'] == [[1, 0.25], [2, 0.5]]
+    assert success['curves'][3]['points'] == [[0, 0.25]]
+    assert 'All other metrics (1)' in seen.text and 'odd/key' in seen.text
+    assert [curve['points'] for curve in odd['curves']] == [[[2, 7]]] * 2
+    assert not any(
+      'episodes' in curve['name'] for c in data for curve in c['curves']
+    )
+    labels = [svg.get('aria-label', '') for svg in seen.tags('svg')]
+    assert any(
+      label.startswith('Success. one: 25% at step 1, 50% at step 2;')
+      for label in labels
+    )
+
+  def test_settings_that_differ(self, tmp_path):
+    one = make_run(tmp_path / 'one')
+    two = make_run(tmp_path / 'two', name='grpo')
+    text = render(one, two).text
+    differing = text[text.index('Where the runs differ') :]
+    differing = differing[: differing.index('Main settings')]
+    assert 'advantage.nameplanpogrpo' in differing
+    assert 'seed' not in differing
+    text = render(one).text
+    main = text[text.index('Main settings') : text.index('All settings')]
+    assert 'advantage.planpo.alpha' in main and 'group_size' in main
+    assert 'advantage.grpo.eps' not in main  # The method that was not chosen.
+
+  def test_success_by_task_type(self, tmp_path):
+    after = row(by_type={'boil': row(0.9, 0.8, 1.0, episodes=11)})
+    text = render(make_run(tmp_path / 'run', after=after)).text
+    assert 'boil90%of 11, 6.0 turns' in text
+
+  def test_few_signals_are_explained(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    key = 'advantage/groups_without_outcome_variance'
+    write_lines(
+      path / 'metrics.jsonl', [{'step': 1, 'kind': 'train', key: 0.82}]
+    )
+    assert 'In 82% (run) of the groups all episodes ended alike' in (
+      render(path).text
+    )
+
+
+class TestLaunch:
+  def test_writes_and_prints_the_page(self, tmp_path, capsys):
+    one, two = make_run(tmp_path / 'one'), make_run(tmp_path / 'two')
+    assert report.main([str(one), str(two)]) == 0
+    assert capsys.readouterr().out.strip() == str(one / 'report.html')
+    output = tmp_path / 'both.html'
+    assert report.main([str(one), str(two), f'--output={output}']) == 0
+    assert 'Runs side by side: one, two' in output.read_text()
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ['both.html']
+
+  @pytest.mark.parametrize(
+    'arguments, message',
+    [
+      (['none'], 'none: no such directory. A run is the --workdir'),
+      (['empty'], 'empty: holds none of the files of a run.'),
+      (['run', 'run/../run'], 'is given twice'),
+      (['run', '--output=none/page.html'], 'give --output=FILE in a folder'),
+      (['run', '--output=empty'], 'the page cannot be written there'),
+      (['broken'], 'metrics.jsonl: cannot be read'),
+    ],
+  )
+  def test_errors_name_the_cause(
+    self, tmp_path, monkeypatch, capsys, arguments, message
+  ):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / 'run')
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'broken' / 'metrics.jsonl').mkdir(parents=True)
+    assert report.main(arguments) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob('*.part'))
+
+  def test_needs_no_jax(self):
+    code = (
+      'import sys; import launch.report; '
+      'sys.exit(any(n in sys.modules for n in ("jax", "numpy", "flax")))'
+    )
+    root = pathlib.Path(__file__).parent.parent
+    subprocess.run([sys.executable, '-c', code], cwd=root, check=True)

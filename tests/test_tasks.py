@@ -1,0 +1,46 @@
+"""Which tasks are played when."""
+
+import collections
+
+from planpo_jax import episodes, tasks
+
+
+def pool(count, name='a'):
+  return [episodes.Task('toy', 'train', i, name) for i in range(count)]
+
+
+def test_every_epoch_visits_each_task_once_in_its_own_order():
+  some = pool(12)
+  epochs = [
+    [t for step in range(e * 3, e * 3 + 3)
+     for t in tasks.at(some, step, count=4, seed=7)]
+    for e in range(2)
+  ]
+  for epoch in epochs:
+    assert sorted(t.index for t in epoch) == list(range(12))
+  assert epochs[0] != epochs[1]
+
+
+def test_a_step_needs_no_memory_of_the_steps_before():
+  some = pool(10)
+  first = [tasks.at(some, step, count=3, seed=1) for step in range(9)]
+  assert tasks.at(some, 8, count=3, seed=1) == first[8]
+  assert tasks.at(some, 0, count=3, seed=2) != first[0]
+
+
+def test_more_tasks_than_there_are_come_round_again():
+  chosen = tasks.at(pool(3), 0, count=7, seed=0)
+  assert max(collections.Counter(chosen).values()) == 3
+  assert len(chosen) == 7
+
+
+def test_spread_is_even_over_types_and_variations():
+  some = pool(100, 'a') + pool(4, 'b')
+  chosen = tasks.spread(some, 21)
+  names = collections.Counter(t.name for t in chosen)
+  assert names == {'a': 11, 'b': 10}
+  a = [t.index for t in chosen if t.name == 'a']
+  assert a == [100 * i // 11 for i in range(11)]
+  # Ten of four: each comes two or three times.
+  b = collections.Counter(t.index for t in chosen if t.name == 'b')
+  assert sorted(b.values()) == [2, 2, 3, 3]

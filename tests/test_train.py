@@ -1,0 +1,227 @@
+"""Whole runs on the toy game: real service, real processes, nano policy."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from planpo_jax import checkpoint, metrics, optimizer, train, update
+from planpo_jax import config as config_lib
+from planpo_jax.models import qwen2
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def smoke(**changes):
+  config = quickstart.get_config('smoke')
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+def run(config, workdir):
+  return train.train(config, workdir, metrics.Terminal(open(os.devnull, 'w')))
+
+
+def final_state(config, workdir):
+  shape = qwen2.SIZES['nano']
+  policy = qwen2.create(shape, shape.vocab_size)
+  like = update.create(
+    qwen2.init_params(policy, jax.random.key(0)),
+    optimizer.make(**config.optimizer),
+  )
+  kept = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
+  assert kept.latest_step() == config.train.steps
+  return kept.restore(like)
+
+
+def transcripts(workdir, name):
+  return (workdir / 'transcripts' / name).read_text()
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+  """An uninterrupted run."""
+  workdir = tmp_path_factory.mktemp('runs') / 'whole'
+  config = smoke()
+  assert run(config, workdir) == 0
+  return config, workdir
+
+
+def test_a_run_leaves_what_the_report_reads(whole):
+  config, workdir = whole
+  lines = [
+    json.loads(line)
+    for line in (workdir / 'metrics.jsonl').read_text().splitlines()
+  ]
+  assert [(x['step'], x['kind']) for x in lines] == [
+    (0, 'eval'), (1, 'train'), (2, 'train'), (3, 'train'), (3, 'eval')
+  ]
+  for line in lines:
+    if line['kind'] == 'train':
+      assert line['rollout/episodes'] == 8
+      assert line['rollout/faults'] == 0
+      # The policy that is updated first is the one that sampled (ALG-20).
+      assert line['loss/first_ratio_max'] == pytest.approx(1.0, abs=1e-5)
+      assert line['loss/sampler_gap'] < 1e-4
+  summary = json.loads((workdir / 'summary.json').read_text())
+  for row in summary['rows'].values():
+    assert row['episodes'] == config.eval.episodes
+  assert list((workdir / 'tb').glob('events*'))
+  assert len(transcripts(workdir, 'train_000002.jsonl').splitlines()) == 8
+
+
+def test_timing_changes_nothing(whole, tmp_path):
+  """Random latency, other worker and slot use: the same run, bit for bit."""
+  config, workdir = whole
+  slow = smoke(**{
+    'env.workers': 3, 'env.server_flags': '--latency-ms=0,30'
+  })
+  assert run(slow, tmp_path / 'slow') == 0
+  for name in ('train_000001', 'train_000002', 'train_000003', 'eval_after'):
+    name = f'{name}.jsonl'
+    assert transcripts(tmp_path / 'slow', name) == transcripts(workdir, name)
+  a, b = final_state(config, workdir), final_state(slow, tmp_path / 'slow')
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def start(workdir, *overrides):
+  return subprocess.Popen(
+    [
+      sys.executable,
+      'launch/train.py',
+      '--config=configs/quickstart.py:smoke',
+      f'--workdir={workdir}',
+      *overrides,
+    ],
+    cwd=ROOT,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def wait_for_step(workdir, step, process, timeout_s=120):
+  """Returns when `step` is in metrics.jsonl."""
+  deadline = time.monotonic() + timeout_s
+  path = workdir / 'metrics.jsonl'
+  while time.monotonic() < deadline:
+    assert process.poll() is None, process.stderr.read()
+    if path.exists() and f'"step": {step},' in path.read_text().replace(
+      '"step": 0,', ''
+    ):
+      return
+    time.sleep(0.05)
+  raise AssertionError(f'step {step} did not come')
+
+
+def processes(marker):
+  """Command lines of living processes that contain `marker`."""
+  found = []
+  for path in pathlib.Path('/proc').glob('[0-9]*/environ'):
+    try:
+      if marker in path.read_bytes().decode(errors='replace'):
+        found.append((path.parent / 'cmdline').read_text())
+    except OSError:
+      pass
+  return found
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_and_resumed_equals_uninterrupted(
+  whole, tmp_path, number
+):
+  config, workdir = whole
+  cut = tmp_path / 'cut'
+  process = start(cut)
+  wait_for_step(cut, 1, process)
+  process.send_signal(number)
+  _, errors = process.communicate(timeout=60)
+  assert process.returncode == 128 + number, errors
+  assert 'stopped and saved after step' in errors
+  assert 'Traceback' not in errors
+  assert run(config, cut) == 0
+  for name in ('train_000003.jsonl', 'eval_after.jsonl'):
+    assert transcripts(cut, name) == transcripts(workdir, name)
+  a, b = final_state(config, workdir), final_state(config, cut)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+  steps = [
+    json.loads(line)['step']
+    for line in (cut / 'metrics.jsonl').read_text().splitlines()
+  ]
+  assert steps == [0, 1, 2, 3, 3]
+
+
+def test_kill_9_leaves_no_process_and_the_run_resumes(whole, tmp_path):
+  config, workdir = whole
+  cut = tmp_path / 'cut'
+  os.environ['PLANPO_TEST_MARKER'] = marker = f'marker-{cut}'
+  try:
+    process = start(cut)
+  finally:
+    del os.environ['PLANPO_TEST_MARKER']
+  wait_for_step(cut, 1, process)
+  assert len(processes(marker)) >= 1 + config.env.workers
+  process.kill()
+  process.wait()
+  deadline = time.monotonic() + 10
+  while processes(marker) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  assert not processes(marker)
+  assert run(config, cut) == 0
+  a, b = final_state(config, workdir), final_state(config, cut)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_finished_run_says_so_again(whole):
+  config, workdir = whole
+  before = transcripts(workdir, 'eval_after.jsonl')
+  assert run(config, workdir) == 0
+  assert transcripts(workdir, 'eval_after.jsonl') == before
+
+
+def test_grpo_runs_by_its_name(tmp_path):
+  config = smoke(**{'advantage.name': 'grpo', 'train.steps': 1})
+  assert run(config, tmp_path / 'grpo') == 0
+
+
+def test_window_context_runs(tmp_path):
+  config = smoke(**{'chat.context': 'window', 'train.steps': 1})
+  assert run(config, tmp_path / 'window') == 0
+
+
+def test_another_configuration_is_refused(whole):
+  _, workdir = whole
+  with pytest.raises(config_lib.ConfigError, match='train.group_size: 4 there'):
+    run(smoke(**{'train.group_size': 8}), workdir)
+
+
+def test_a_damaged_checkpoint_is_named(whole, tmp_path):
+  config, workdir = whole
+  copy = tmp_path / 'copy'
+  subprocess.run(['cp', '-r', workdir, copy], check=True)
+  for path in (copy / 'checkpoints' / '3').rglob('*'):
+    if path.is_file():
+      path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+  with pytest.raises(checkpoint.CheckpointError) as error:
+    run(config, copy)
+  assert str(copy / 'checkpoints' / '3') in str(error.value)
+  assert 'Remove that folder' in str(error.value)
+
+
+def test_unknown_task_type_lists_the_known(tmp_path):
+  config = smoke(**{'env.task_types': ('fetchh',)})
+  with pytest.raises(ValueError, match='fetchh.*fetch'):
+    run(config, tmp_path / 'run')
+
+
+def test_unreachable_service_is_named(tmp_path):
+  config = smoke(**{'env.address': '127.0.0.1:9'})
+  with pytest.raises(ConnectionError, match='127.0.0.1:9'):
+    run(config, tmp_path / 'run')

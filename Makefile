@@ -21,7 +21,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/core.stamp
-	$(BIN)/python benchmarks/quickstart_rollout.py $(ARGS)
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -128,14 +128,14 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.model.tokenizer = 'nano'
   config.model.dtype = 'float32'
   config.model.remat = False
-  config.mesh.fsdp = 1
+  config.mesh.fsdp = -1
   config.mesh.tensor = 1
   config.sampler.slots = 8
   config.train.steps = 3
   config.train.tasks_per_step = 2
   config.train.group_size = 4
   config.learner.row_len = 512
-  config.learner.micro_rows = 2
+  config.learner.micro_rows = 4
   config.eval.episodes = 8
   config.eval.every = 0
   config.eval.max_turns = 6

@@ -29,7 +29,6 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.model.size = 'nano'
   config.model.dtype = 'float32'
   config.model.remat = False
-  config.mesh.fsdp = 1
   config.sampler.slots = 12
   config.train.steps = 15
   config.train.tasks_per_step = 8
@@ -43,4 +42,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.eval.every = 0
   config.eval.max_turns = 14
   config.checkpoint.every = 5
+
+  config.warmstart.repeats = 3
+  config.warmstart.vocab_size = 1024
   return base.variant(config, variant)

@@ -8,8 +8,8 @@ DIR is the --workdir of launch/train.py; the run may still be going.
 from __future__ import annotations
 
 import argparse
-import pathlib
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 

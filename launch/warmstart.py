@@ -45,11 +45,14 @@ def main(unused_argv: list[str]) -> int:
   terminal = metrics.Terminal()
   workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   output = pathlib.Path(_OUTPUT.value or workdir / 'checkpoint')
+  weights.check_target(output)
   workdir.mkdir(parents=True, exist_ok=True)
 
   with checkpoint.StopSignal() as stop, build.Environment(config) as env:
     folder = workdir / 'demonstrations'
-    if not folder.exists():
+    try:
+      shown = demonstrations.read(folder)
+    except FileNotFoundError:
       tasks = env.tasks(config.env.train_split) * settings.repeats
       terminal.say(f'recording {len(tasks)} expert episodes')
       recorded = env.run(
@@ -67,7 +70,8 @@ def main(unused_argv: list[str]) -> int:
         )
       )
       demonstrations.write(folder, recorded)
-    shown = demonstrations.read(folder)
+      # What was stored is what is imitated.
+      shown = demonstrations.read(folder)
 
     if settings.vocab_size:
       tokenizer_name = str(workdir / 'tokenizer')
@@ -107,6 +111,7 @@ def main(unused_argv: list[str]) -> int:
       output,
       model.policy,
       params,
+      eos_ids=model.tokenizer.stop_ids,
       tokenizer_files=model.tokenizer.files,
     )
     terminal.say(f'wrote {output}')

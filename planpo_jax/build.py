@@ -116,7 +116,10 @@ class Environment:
           self._config.workers,
           options=tuple(shlex.split(self._config.server_flags)),
         )
-        self._service.start()
+        try:
+          self._service.start()
+        except RuntimeError as error:  # Such as: there is no Java.
+          raise config_lib.ConfigError(str(error)) from error
         address = self._service.address
       self.client = env_client.EnvClient(
         address, step_deadline_s=self._config.step_timeout_s
@@ -168,6 +171,22 @@ def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   )
 
 
+def chat_format(
+  config: ml_collections.ConfigDict,
+  tokenizer: tokenizer_lib.Tokenizer,
+  description: env_client.Description,
+) -> chat.Format:
+  return chat.Format(
+    tokenizer=tokenizer,
+    context=config.chat.context,
+    prompt=config.chat.prompt,
+    action_format=description.action_format,
+    history=config.chat.history,
+    max_context=config.chat.max_context,
+    max_response=config.chat.max_response,
+  )
+
+
 class Player:
   """Plays jobs with the current weights and tells how far it is."""
 
@@ -183,15 +202,7 @@ class Player:
     self._env = env
     self._terminal = terminal
     self._should_stop = should_stop
-    self.format = chat.Format(
-      tokenizer=made.tokenizer,
-      context=config.chat.context,
-      prompt=config.chat.prompt,
-      action_format=env.description.action_format,
-      history=config.chat.history,
-      max_context=config.chat.max_context,
-      max_response=config.chat.max_response,
-    )
+    self.format = chat_format(config, made.tokenizer, env.description)
     self._sampler = sampler.Sampler(
       made.policy,
       made.params,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import ml_collections
 
+from envs_server import env
 from planpo_jax import advantages, chat, losses
 from planpo_jax.models import qwen2
 
@@ -31,6 +32,8 @@ class ConfigError(ValueError):
 
 def check(config: ml_collections.ConfigDict, num_devices: int) -> None:
   """Raises ConfigError for the first rule that `config` breaks."""
+  if not config.env.address:
+    _known('env.name', config.env.name, env.known())
   _known('advantage.name', config.advantage.name, advantages.names())
   _known('loss.name', config.loss.name, losses.names())
   _known('chat.context', config.chat.context, chat.CONTEXTS)
@@ -135,44 +138,42 @@ def nearest_divisor(number: int, wanted: int) -> int:
   return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
-def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-  """Writes the config to a new workdir, or checks it against a used one.
-
-  Raises:
-    ConfigError: the workdir belongs to a run with another configuration.
-  """
+def check_workdir(
+  workdir: pathlib.Path, config: ml_collections.ConfigDict
+) -> None:
+  """Raises ConfigError if `workdir` holds another run, or no run at all."""
   path = workdir / 'config.json'
-  ours = json.loads(config.to_json())
-  if path.exists():
-    theirs = json.loads(path.read_text())
-    differing = [
-      key
-      for key in sorted(_flatten(theirs).keys() | _flatten(ours).keys())
-      if _flatten(theirs).get(key) != _flatten(ours).get(key)
-      and key not in _FREE
-    ]
-    if differing:
-      shown = '; '.join(
-        f'{key}: {_flatten(theirs).get(key)!r} there, '
-        f'{_flatten(ours).get(key)!r} now'
-        for key in differing[:5]
-      )
+  if not path.exists():
+    foreign = workdir.exists() and {p.name for p in workdir.iterdir()}
+    if foreign and foreign != {'config.json.part'}:
       raise ConfigError(
-        f'{workdir} holds a run with another configuration ({shown}). Choose '
-        'another --workdir, or start with the configuration of '
-        f'{path} to resume it.'
+        f'{workdir} is not empty and holds no run (no config.json); choose '
+        'another --workdir.'
       )
     return
-  if workdir.exists() and any(workdir.iterdir()):
+  theirs = _flatten(json.loads(path.read_text()))
+  ours = _flatten(json.loads(config.to_json()))
+  differing = [
+    f'{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now'
+    for key in sorted(theirs.keys() | ours.keys())
+    if theirs.get(key) != ours.get(key) and key not in _FREE
+  ]
+  if differing:
     raise ConfigError(
-      f'{workdir} is not empty and holds no run (no config.json); choose '
-      'another --workdir.'
+      f'{workdir} holds a run with another configuration '
+      f'({"; ".join(differing[:5])}). Choose another --workdir, or start with '
+      f'the configuration of {path} to resume it.'
     )
+
+
+def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+  """Makes `workdir` the folder of this run, if it is not already."""
+  check_workdir(workdir, config)
   workdir.mkdir(parents=True, exist_ok=True)
   # Renamed into place: a kill here must not leave half a config behind.
-  part = path.with_suffix('.part')
+  part = workdir / 'config.json.part'
   part.write_text(config.to_json(indent=1, sort_keys=True) + '\n')
-  part.rename(path)
+  part.rename(workdir / 'config.json')
 
 
 def options(text: str) -> tuple[tuple[str, str], ...]:

@@ -311,6 +311,8 @@ class Session:
         raise
       else:
         self._replies.append(reply)
+        # A replay needs no second solution, which may take seconds to find.
+        self._sent[0].start.want_expert = False
         return _observation(reply)
       self.faults += 1
       _log.warning(

@@ -92,7 +92,7 @@ async def collect(
     raise StoppedError
 
   playing = asyncio.gather(*(play(task, member) for task, member in jobs))
-  others = [asyncio.ensure_future(decoder.run()), asyncio.ensure_future(watch())]
+  others = [asyncio.ensure_future(work) for work in (decoder.run(), watch())]
   try:
     done, _ = await asyncio.wait(
       [playing, *others], return_when=asyncio.FIRST_COMPLETED

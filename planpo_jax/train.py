@@ -49,15 +49,30 @@ def train(
     checkpoint.CheckpointError: the newest checkpoint cannot be read.
     ValueError, ConnectionError: model, task types or service are not there.
   """
+  # What cannot work is refused before anything slow starts.
   config_lib.check(config, jax.device_count())
-  method, steps = config.advantage.name, config.train.steps
+  method = config.advantage.name
   estimate = advantages.get(method, **config.advantage[method])
   loss = losses.get(config.loss.name, **config.loss[config.loss.name])
-  config_lib.claim(workdir, config)
-  terminal.say(f'writing to {workdir}')
+  config_lib.check_workdir(workdir, config)
+  terminal.say(
+    f'starting {config.env.workers} workers of {config.env.name}'
+    if not config.env.address
+    else f'connecting to {config.env.address}'
+  )
+  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
+    return _train(config, workdir, terminal, stop, env, estimate, loss)
 
+
+def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
+  steps, seed = config.train.steps, config.seed
+  train_tasks = env.tasks(config.env.train_split)
+  eval_jobs = evaluate.jobs(
+    env.tasks(config.env.eval_split), config.eval.episodes
+  )
   mesh = build.mesh(config)
   model = build.model(config, mesh)
+  player = build.Player(config, model, mesh, env, terminal, stop.requested)
   optim = optimizer.make(**config.optimizer)
   logps = functools.partial(
     qwen2.token_logps, model.policy, temperature=config.sampler.temperature
@@ -68,139 +83,135 @@ def train(
   }
   score = update.make_score(logps, **micro)
   update_step = update.make_update(logps, loss, optim, **micro)
-  ref_params = model.params  # Never donated: the state holds copies.
-  state = update.create(ref_params, optim)
+  ref_params = model.params  # Never donated: `create` copies them.
 
+  # Claimed only now: a run that could not start leaves no trace.
+  config_lib.claim(workdir, config)
+  terminal.say(f'writing to {workdir}')
+  # Resuming, in this order: the state, then what was written after it goes.
+  state = update.create(ref_params, optim)
   checkpoints = checkpoint.Checkpoints(
     workdir / 'checkpoints', config.checkpoint.keep
   )
-  first = checkpoints.latest_step() or 0
-  if first:
+  done = checkpoints.latest_step() or 0
+  if done:
     state = checkpoints.restore(state)
-    terminal.say(f'resuming after step {first} of {steps}')
-  writer = metrics.Writer(workdir, first)
+    terminal.say(f'resuming after step {done} of {steps}')
+  writer = metrics.Writer(workdir, done)
   clock = metrics.Clock()
+  player.set_params(state.params)
 
-  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
-    terminal.say(f'{config.env.name} is up: {env.description.version}')
-    train_tasks = env.tasks(config.env.train_split)
-    eval_jobs = evaluate.jobs(
-      env.tasks(config.env.eval_split), config.eval.episodes
+  def evaluation(step: int, name: str) -> evaluate.Summary:
+    """Plays held-out tasks, always the same with the same random keys."""
+    played = player.play(
+      f'evaluation {name}',
+      eval_jobs,
+      seed=(seed, evaluate.SEED),
+      max_turns=config.eval.max_turns,
+      temperature=config.eval.temperature,
     )
-    player = build.Player(
-      config, model, mesh, env, terminal, stop.requested
+    result = evaluate.summarize(played)
+    writer.write(step, 'eval', result.scalars())
+    metrics.write_transcripts(
+      workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
     )
+    terminal.say(f'evaluation {name}: {result}')
+    return result
 
-    def evaluation(step: int, name: str) -> evaluate.Summary:
-      """Plays held-out tasks, the same with the same keys every time."""
-      played = player.play(
-        f'evaluation {name}',
-        eval_jobs,
-        seed=(config.seed, evaluate.SEED),
-        max_turns=config.eval.max_turns,
-        temperature=config.eval.temperature,
-      )
-      result = evaluate.summarize(played)
-      writer.write(step, 'eval', result.scalars())
-      metrics.write_transcripts(
-        workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
-      )
-      terminal.say(f'evaluation {name}: {result}')
-      return result
+  try:
+    before = evaluate.remember(
+      workdir / 'eval_before.json', lambda: evaluation(0, 'before')
+    )
+    for step in range(done, steps):
+      timers = metrics.Timers()
 
-    done = first
-    try:
-      player.set_params(state.params)
-      before = evaluate.remember(
-        workdir / 'eval_before.json', lambda: evaluation(0, 'before')
-      )
-      for step in range(first, steps):
-        timers = metrics.Timers()
-
-        with timers.measure('rollout'):
-          played = player.play(
-            f'step {step + 1}/{steps}',
-            rollout.group_jobs(
-              tasks.at(
-                train_tasks,
-                step,
-                count=config.train.tasks_per_step,
-                seed=config.seed,
-              ),
-              config.train.group_size,
-            ),
-            seed=(config.seed, evaluate.TRAIN_SEED, step),
-            max_turns=config.env.max_turns,
-            temperature=config.sampler.temperature,
-          )
-        scalars = metrics.rollout_scalars(played)
-        scalars['rollout/tokens_per_s'] = player.tokens_per_s
-        learnt = episodes.without_faults(played)
-
-        with timers.measure('advantage'):
-          table = episodes.tabulate(
-            learnt, success_return=config.train.success_return
-          )
-          adv_R = np.asarray(estimate(table, progress=(step + 1) / steps))
-          rows = batch.pack(
-            learnt,
-            adv_R,
-            context=config.chat.context,
-            row_len=config.learner.row_len,
-            minibatches=config.learner.minibatches,
-            row_multiple=config.learner.micro_rows,
-            seed=step,
-          )
-        scalars |= advantages.diagnostics(table, adv_R)
-
-        with timers.measure('score'):
-          rows = sharding.put_batch(mesh, rows)
-          rows = dataclasses.replace(
-            rows,
-            old_logp_BT=score(state.params, rows),
-            ref_logp_BT=score(ref_params, rows),
-          )
-
-        with timers.measure('update'):
-          reports = []
-          for minibatch in batch.split(rows, config.learner.minibatches):
-            state, report = update_step(state, minibatch)
-            reports.append(report)
-          scalars |= update.scalars(reports)
-        player.set_params(state.params)
-
-        done = step + 1
-        if done % config.checkpoint.every == 0 or done == steps:
-          checkpoints.save(done, state)
-        writer.write(done, 'train', scalars | timers.scalars())
-        metrics.write_transcripts(
-          workdir / 'transcripts' / f'train_{done:06d}.jsonl',
-          done,
-          played[: config.report.transcripts],
+      with timers.measure('rollout'):
+        chosen = tasks.at(
+          train_tasks, step, count=config.train.tasks_per_step, seed=seed
         )
-        terminal.say(clock.line(done, steps, scalars, timers))
-        every = config.eval.every
-        if every and done % every == 0 and done != steps:
-          evaluation(done, f'{done:06d}')
-        if stop.requested():
-          raise rollout.StoppedError
-      after = evaluate.remember(
-        workdir / 'eval_after.json', lambda: evaluation(steps, 'after')
-      )
-    except rollout.StoppedError:
-      if done:
-        checkpoints.save(done, state)
-      terminal.say(
-        f'stopped and saved after step {done} of {steps}; the same command '
-        'goes on from there'
-      )
-      return 128 + stop.number
-    finally:
-      writer.close()
-      checkpoints.close()
+        played = player.play(
+          f'step {step + 1}/{steps}',
+          rollout.group_jobs(chosen, config.train.group_size),
+          seed=(seed, evaluate.TRAIN_SEED, step),
+          max_turns=config.env.max_turns,
+          temperature=config.sampler.temperature,
+        )
+      learnt = episodes.without_faults(played)
+      if not learnt:
+        raise ConnectionError(
+          f'all {len(played)} episodes of step {step + 1} were lost to faults '
+          f'of the environment; the last: {played[-1].fault}'
+        )
 
-  rows = {'before': before, 'after': after}
+      with timers.measure('advantage'):
+        table = episodes.tabulate(
+          learnt, success_return=config.train.success_return
+        )
+        adv_R = np.asarray(estimate(table, progress=(step + 1) / steps))
+        rows = batch.pack(
+          learnt,
+          adv_R,
+          context=config.chat.context,
+          row_len=config.learner.row_len,
+          minibatches=config.learner.minibatches,
+          row_multiple=config.learner.micro_rows,
+          seed=step,
+        )
+
+      with timers.measure('score'):
+        rows = sharding.put_batch(mesh, rows)
+        rows = dataclasses.replace(
+          rows,
+          old_logp_BT=score(state.params, rows),
+          ref_logp_BT=score(ref_params, rows),
+        )
+
+      with timers.measure('update'):
+        reports = []
+        for minibatch in batch.split(rows, config.learner.minibatches):
+          state, report = update_step(state, minibatch)
+          reports.append(report)
+        learning = update.scalars(reports)  # Waits for the updates.
+      player.set_params(state.params)
+      done = step + 1
+
+      scalars = {
+        **metrics.rollout_scalars(played),
+        'rollout/tokens_per_s': player.tokens_per_s,
+        **advantages.diagnostics(table, adv_R),
+        **learning,
+        **timers.scalars(),
+      }
+      if done % config.checkpoint.every == 0 or done == steps:
+        checkpoints.save(done, state)
+      writer.write(done, 'train', scalars)
+      metrics.write_transcripts(
+        workdir / 'transcripts' / f'train_{done:06d}.jsonl',
+        done,
+        played[: config.report.transcripts],
+      )
+      terminal.say(clock.line(done, steps, scalars, timers))
+      if config.eval.every and done % config.eval.every == 0 and done < steps:
+        evaluation(done, f'{done:06d}')
+      if stop.requested():
+        raise rollout.StoppedError
+    after = evaluate.remember(
+      workdir / 'eval_after.json', lambda: evaluation(steps, 'after')
+    )
+  except rollout.StoppedError:
+    if done:
+      checkpoints.save(done, state)
+    terminal.say(
+      f'stopped and saved after step {done} of {steps}; the same command goes '
+      'on from there'
+    )
+    return 128 + stop.number
+  finally:
+    writer.close()
+    checkpoints.close()
+
+  summary = {'before': before, 'after': after}
   split = config.env.eval_split
-  evaluate.write_summary(workdir / 'summary.json', split, rows)
-  terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(rows)}')
+  evaluate.write_summary(workdir / 'summary.json', split, summary)
+  terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(summary)}')
   return 0

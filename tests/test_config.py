@@ -53,6 +53,7 @@ def test_paper_experiments(name, size, billions):
   ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
   ('learner.minibatches', 3, ('minibatches=3', '2 x 4 = 8', 'try 2')),
   ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, planpo', "'planpo'?")),
+  ('env.name', 'alfword', ("'alfword'", 'sciworld, toy')),
   ('loss.name', 'ppo', ("'ppo'", 'ppo_clip')),
   ('chat.context', 'chat', ("'chat'", 'conversation, window')),
   ('model.size', 'qwen', ("'qwen'", 'nano', 'qwen2.5-7b')),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import env_processes
 import grpc
 import grpc.aio
 import pytest
@@ -17,7 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from envs_server import env, serve, text_env_pb2, text_env_pb2_grpc, toy
 from planpo_jax import env_client, env_service, episodes
-from tests import env_processes
 
 TASK = episodes.Task('toy', 'train', 1, 'deliver')
 

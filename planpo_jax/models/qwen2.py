@@ -76,12 +76,12 @@ class Qwen2Config:
 SIZES: dict[str, Qwen2Config] = {
   'nano': Qwen2Config(
     vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=768,
+    hidden_size=192,
+    intermediate_size=640,
     num_layers=4,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=64,
+    head_dim=48,
     tie_word_embeddings=True,
     rope_theta=1e4,
   ),
@@ -215,11 +215,12 @@ class FeedForward(nnx.Module):
     self.w_down_FD = init.normal(F, D)
 
   def __call__(self, x_BTD):
-    gate_BTF = x_BTD @ self.w_gate_DF[...].astype(self.dtype)
-    up_BTF = x_BTD @ self.w_up_DF[...].astype(self.dtype)
-    return (jax.nn.silu(gate_BTF) * up_BTF) @ self.w_down_FD[...].astype(
-      self.dtype
-    )
+    # Rows flattened: XLA's CPU backward pass takes half the time.
+    x_RD = x_BTD.reshape(-1, x_BTD.shape[-1])
+    gate_RF = x_RD @ self.w_gate_DF[...].astype(self.dtype)
+    up_RF = x_RD @ self.w_up_DF[...].astype(self.dtype)
+    w_FD = self.w_down_FD[...].astype(self.dtype)
+    return ((jax.nn.silu(gate_RF) * up_RF) @ w_FD).reshape(x_BTD.shape)
 
 
 class Block(nnx.Module):

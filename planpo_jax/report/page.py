@@ -85,7 +85,7 @@ _MAIN_SETTINGS = frozenset(
   ' chat.prompt chat.history chat.max_response model.checkpoint model.size'
   ' sampler.temperature train.steps train.tasks_per_step train.group_size'
   ' train.success_return advantage.name loss.name optimizer.learning_rate'
-  ' update.minibatches eval.episodes eval.temperature eval.max_turns'.split()
+  ' learner.minibatches eval.episodes eval.temperature eval.max_turns'.split()
 )
 
 

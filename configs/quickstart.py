@@ -21,9 +21,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     'lifespan-shortest-lived',
   )
   config.env.workers = 12
-  config.env.max_turns = 14
+  config.env.max_turns = 12
   config.chat.prompt = 'brief'
-  config.chat.max_context = 1024
+  config.chat.max_context = 768
   config.chat.max_response = 64
   config.model.checkpoint = 'planpo_jax/assets/nano_sciworld'
   config.model.size = 'nano'
@@ -36,13 +36,16 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.loss.ppo_clip.kl_coef = 1e-3
   config.optimizer.learning_rate = 1e-4
   config.learner.minibatches = 2
-  config.learner.row_len = 1024
-  config.learner.micro_rows = 8
+  config.learner.row_len = 768
+  config.learner.micro_rows = 2
   config.eval.episodes = 120
   config.eval.every = 0
-  config.eval.max_turns = 14
+  config.eval.max_turns = 12
   config.checkpoint.every = 5
 
   config.warmstart.repeats = 3
   config.warmstart.vocab_size = 1024
+  config.warmstart.epochs = 6
+  config.warmstart.minibatches = 80
+  config.warmstart.learning_rate = 2e-3
   return base.variant(config, variant)

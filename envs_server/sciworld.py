@@ -159,13 +159,11 @@ class ScienceWorld:
       score=score,
       success=score >= _FULL_SCORE,
       terminated=self._engine.getCompleted() or score < 0,
-      admissible=self._list_admissible(text) if self._admissible else (),
+      admissible=self._list_admissible() if self._admissible else (),
       **fields,
     )
 
-  def _list_admissible(self, text: str) -> tuple[str, ...]:
-    if text.startswith('Ambiguous request'):
-      return tuple(re.findall(r'^(\d+):', text, re.MULTILINE))
+  def _list_admissible(self) -> tuple[str, ...]:
     joined = self._gateway.jvm.java.lang.String.join(
       '\n', self._engine.getValidActionObjectCombinations()
     )

@@ -73,8 +73,8 @@ def main(unused_argv: list[str]) -> int:
     like = update.create(params, optimizer.make(**config.optimizer))
     params, name = checkpoints.restore(like).params, f'step {step}'
 
-  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
-    player = build.Player(config, model, mesh, env, terminal, stop.requested)
+  with build.Environment(config) as env:
+    player = build.Player(config, model, mesh, env, terminal)
     player.set_params(params)
     played = player.play(
       f'evaluation on {split}',

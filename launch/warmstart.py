@@ -31,7 +31,6 @@ def main(unused_argv: list[str]) -> int:
 
   from planpo_jax import (
     build,
-    checkpoint,
     demonstrations,
     evaluate,
     imitation,
@@ -48,7 +47,7 @@ def main(unused_argv: list[str]) -> int:
   weights.check_target(output)
   workdir.mkdir(parents=True, exist_ok=True)
 
-  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
+  with build.Environment(config) as env:
     folder = workdir / 'demonstrations'
     try:
       shown = demonstrations.read(folder)
@@ -86,7 +85,7 @@ def main(unused_argv: list[str]) -> int:
       config.model.tokenizer = tokenizer_name
     mesh = build.mesh(config)
     model = build.model(config, mesh)
-    player = build.Player(config, model, mesh, env, terminal, stop.requested)
+    player = build.Player(config, model, mesh, env, terminal)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]
     terminal.say(

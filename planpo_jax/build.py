@@ -197,7 +197,7 @@ class Player:
     on_mesh: jax.sharding.Mesh,
     env: Environment,
     terminal: metrics.Terminal,
-    should_stop: Callable[[], bool],
+    should_stop: Callable[[], bool] = lambda: False,
   ):
     self._env = env
     self._terminal = terminal

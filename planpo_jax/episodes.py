@@ -21,7 +21,7 @@ class Task:
   Attributes:
     env: name of the environment, e.g. `sciworld`.
     split: split of that environment, e.g. `train`.
-    index: position in the split (after no filter), from 0.
+    index: which task of its type; in ScienceWorld the variation number.
     name: task type, e.g. `find-plant`.
     seed: seed of whatever the environment draws at random.
     options: sorted (key, value) pairs that change the environment, e.g.

@@ -79,8 +79,10 @@ class Summary:
       by_type={k: cls.from_json(v) for k, v in values['by_type'].items()},
       **{
         name: Estimate(
-          *(math.nan if v is None else v for v in
-            (values[name], *values[f'{name}_ci']))
+          *(
+            math.nan if v is None else v
+            for v in (values[name], *values[f'{name}_ci'])
+          )
         )
         for name in MEASURES
       },

@@ -43,9 +43,7 @@ class Writer:
           kept.append(line + '\n')
     self._path.write_text(''.join(kept))
 
-  def write(
-    self, step: int, kind: str, scalars: Mapping[str, float]
-  ) -> None:
+  def write(self, step: int, kind: str, scalars: Mapping[str, float]) -> None:
     """One line for step `step` (steps done); `kind` is train or eval."""
     values = {k: float(v) for k, v in scalars.items()}
     record = {'step': step, 'time': time.time(), 'kind': kind} | {

@@ -26,9 +26,7 @@ def at(
   return chosen
 
 
-def spread(
-  tasks: Sequence[episodes.Task], count: int
-) -> list[episodes.Task]:
+def spread(tasks: Sequence[episodes.Task], count: int) -> list[episodes.Task]:
   """`count` tasks for evaluation: even over types and over their variations.
 
   With more asked for than there are, tasks come round again (each repeat is

@@ -70,9 +70,7 @@ def test_conversation_equals_the_whole_template():
   talk.respond(context, answer, 'first', 'look')
   context, new = talk.prompt('second')
   assert context == [
-    *whole(
-      ('user', 'Goal.\nfirst'), ('assistant', 'look'), ('user', 'second')
-    ),
+    *whole(('user', 'Goal.\nfirst'), ('assistant', 'look'), ('user', 'second')),
     TOK.im_start,
     *TOK.encode('assistant\n'),
   ]
@@ -114,9 +112,9 @@ def test_window_keeps_the_last_pairs_only():
 
 
 def test_window_drops_history_before_the_task():
-  talk = fmt(
-    context='window', history=4, max_context=80, max_response=8
-  ).begin('Goal stays.')
+  talk = fmt(context='window', history=4, max_context=80, max_response=8).begin(
+    'Goal stays.'
+  )
   for i in range(4):
     context, _ = talk.prompt(f'observation {i} ' + 'word ' * 6)
     talk.respond(context, [TOK.im_end], 'x ' * 20, 'act')

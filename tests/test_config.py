@@ -31,10 +31,13 @@ def test_every_experiment_and_its_smoke_form_pass(name):
   assert tiny.train.steps == 3
 
 
-@pytest.mark.parametrize('name,size,billions', [
-  ('sciworld_1_5b', 'qwen2.5-1.5b', 1.54),
-  ('sciworld_7b', 'qwen2.5-7b', 7.62),
-])
+@pytest.mark.parametrize(
+  'name,size,billions',
+  [
+    ('sciworld_1_5b', 'qwen2.5-1.5b', 1.54),
+    ('sciworld_7b', 'qwen2.5-7b', 7.62),
+  ],
+)
 def test_paper_experiments(name, size, billions):
   config = importlib.import_module(f'configs.{name}').get_config()
   assert config.model.size == size
@@ -48,20 +51,23 @@ def test_paper_experiments(name, size, billions):
   assert sum(x.size for x in shapes) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-@pytest.mark.parametrize('key,value,words', [
-  ('train.group_size', 1, ('train.group_size=1', 'at least 2', 'try 8')),
-  ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
-  ('learner.minibatches', 3, ('minibatches=3', '2 x 4 = 8', 'try 2')),
-  ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, planpo', "'planpo'?")),
-  ('env.name', 'alfword', ("'alfword'", 'sciworld, toy')),
-  ('loss.name', 'ppo', ("'ppo'", 'ppo_clip')),
-  ('chat.context', 'chat', ("'chat'", 'conversation, window')),
-  ('model.size', 'qwen', ("'qwen'", 'nano', 'qwen2.5-7b')),
-  ('learner.row_len', 100, ('row_len=100', 'max_context=512', 'row_len=512')),
-  ('chat.max_response', 512, ('max_response=512', 'max_context=512')),
-  ('sampler.temperature', 0.0, ('temperature=0.0', 'try 1.0')),
-  ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
-])
+@pytest.mark.parametrize(
+  'key,value,words',
+  [
+    ('train.group_size', 1, ('train.group_size=1', 'at least 2', 'try 8')),
+    ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
+    ('learner.minibatches', 3, ('minibatches=3', '2 x 4 = 8', 'try 2')),
+    ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, planpo', "'planpo'?")),
+    ('env.name', 'alfword', ("'alfword'", 'sciworld, toy')),
+    ('loss.name', 'ppo', ("'ppo'", 'ppo_clip')),
+    ('chat.context', 'chat', ("'chat'", 'conversation, window')),
+    ('model.size', 'qwen', ("'qwen'", 'nano', 'qwen2.5-7b')),
+    ('learner.row_len', 100, ('row_len=100', 'max_context=512', 'row_len=512')),
+    ('chat.max_response', 512, ('max_response=512', 'max_context=512')),
+    ('sampler.temperature', 0.0, ('temperature=0.0', 'try 1.0')),
+    ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
+  ],
+)
 def test_refused(key, value, words):
   config = smoke()
   node, _, leaf = key.rpartition('.')
@@ -122,22 +128,25 @@ def test_base_lists_hyperparameters_of_every_method():
   assert config.loss.ppo_clip.clip_low == 0.2
 
 
-@pytest.mark.parametrize('flags,words', [
-  (['--config.train.stepz=3'], ('config.train.stepz', 'config.train.steps')),
-  (
-    ['--config.learning_rate=3'],
-    ('config.learning_rate', 'config.optimizer.learning_rate'),
-  ),
-  (
-    ['--config.advantage.planpo.alpha_int=1'],
-    ('config.advantage.planpo.alpha_init',),
-  ),
-  (['--config.train.steps=abc'], ("'abc'", 'config.train.steps')),
-  (['--config=configs/quickstart.py:smok'], ("'smok'", '`smoke`')),
-  (['--config=configs/nowhere.py'], ('configs/nowhere.py', 'cannot')),
-  (['--confgi=3'], ("'confgi'",)),
-  ([], ('--workdir is missing',)),
-])
+@pytest.mark.parametrize(
+  'flags,words',
+  [
+    (['--config.train.stepz=3'], ('config.train.stepz', 'config.train.steps')),
+    (
+      ['--config.learning_rate=3'],
+      ('config.learning_rate', 'config.optimizer.learning_rate'),
+    ),
+    (
+      ['--config.advantage.planpo.alpha_int=1'],
+      ('config.advantage.planpo.alpha_init',),
+    ),
+    (['--config.train.steps=abc'], ("'abc'", 'config.train.steps')),
+    (['--config=configs/quickstart.py:smok'], ("'smok'", '`smoke`')),
+    (['--config=configs/nowhere.py'], ('configs/nowhere.py', 'cannot')),
+    (['--confgi=3'], ("'confgi'",)),
+    ([], ('--workdir is missing',)),
+  ],
+)
 def test_flags_are_refused_with_code_2(flags, words):
   done = subprocess.run(
     [

@@ -227,9 +227,7 @@ def test_segments_packed_in_a_row_equal_each_alone():
   packed = np.concatenate([first, second, pad])[None]
   segments = np.repeat([1, 2, 0], [150, 60, 14])[None].astype(np.int32)
   positions = np.concatenate([np.arange(150), np.arange(60), pad])[None]
-  together = token_logps(
-    policy, params, packed, positions, segments, 1.0
-  )
+  together = token_logps(policy, params, packed, positions, segments, 1.0)
   for start, ids in ((0, first), (150, second)):
     size = len(ids)
     # Alone at the start of a row of the same length.

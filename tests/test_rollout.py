@@ -110,7 +110,12 @@ def test_episodes_come_in_the_order_of_the_jobs():
   client = ScriptedClient()
   played = play(client, rollout.group_jobs(TASKS, 2))
   assert [(e.task.index, e.member) for e in played] == [
-    (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (1, 1),
+    (2, 0),
+    (2, 1),
   ]
   assert [len(e.turns) for e in played] == [1, 1, 2, 2, 3, 3]
   assert played[-1].score == 30.0 and played[-1].success
@@ -180,7 +185,12 @@ def test_a_fault_is_no_failure_and_takes_nobody_with_it():
   jobs = rollout.group_jobs(TASKS, 2)
   played = play(ScriptedClient(faulty=(1,)), jobs)
   assert [e.ending is episodes.Ending.FAULT for e in played] == [
-    False, False, True, True, False, False
+    False,
+    False,
+    True,
+    True,
+    False,
+    False,
   ]
   assert 'the host is gone' in played[2].fault
   whole = play(ScriptedClient(), jobs)
@@ -193,14 +203,17 @@ def test_an_episode_that_fills_its_context_is_truncated():
   long = episodes.Task('toy', 'train', 100, 'fetch')
   played = asyncio.run(
     rollout.collect(
-      ScriptedClient(), make_sampler(), tight, [(long, 0)],
-      seed=(0,), max_turns=200,
+      ScriptedClient(),
+      make_sampler(),
+      tight,
+      [(long, 0)],
+      seed=(0,),
+      max_turns=200,
     )
   )
   assert played[0].ending is episodes.Ending.TRUNCATED
   assert not played[0].success
-  tokens = sum(len(t.prompt_ids) + len(t.response_ids)
-               for t in played[0].turns)
+  tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in played[0].turns)
   assert 40 < tokens <= 64
 
 
@@ -209,8 +222,12 @@ def test_a_task_that_does_not_fit_at_all_is_named():
   with pytest.raises(chat.PromptTooLongError, match="index=2, name='fetch'"):
     asyncio.run(
       rollout.collect(
-        ScriptedClient(), make_sampler(), tight, [(TASKS[2], 0)],
-        seed=(0,), max_turns=6,
+        ScriptedClient(),
+        make_sampler(),
+        tight,
+        [(TASKS[2], 0)],
+        seed=(0,),
+        max_turns=6,
       )
     )
 
@@ -219,7 +236,9 @@ def test_stop_gives_up_and_leaves_the_sampler_usable():
   made = make_sampler()
   with pytest.raises(rollout.StoppedError):
     play(
-      ScriptedClient(), rollout.group_jobs(TASKS, 40), made,
+      ScriptedClient(),
+      rollout.group_jobs(TASKS, 40),
+      made,
       should_stop=lambda: True,
     )
   assert len(made.free) == 4
@@ -236,6 +255,7 @@ def test_killed_processes_change_nothing(victim):
       'toy', 3, options=('--latency-ms=20,40',)
     )
     with service:
+
       async def work(address=service.address):
         client = env_client.EnvClient(address)
         await client.connect()
@@ -247,10 +267,11 @@ def test_killed_processes_change_nothing(victim):
           await client.close()
 
       if kill:
+
         def strike(pid=service.pid):
           time.sleep(1.0)
-          target = pid if victim == 'service' else (
-            env_processes.workers_of(pid)[0]
+          target = (
+            pid if victim == 'service' else (env_processes.workers_of(pid)[0])
           )
           os.kill(target, signal.SIGKILL)
 

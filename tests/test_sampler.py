@@ -317,9 +317,7 @@ def test_samples_follow_the_softmax(vocab):
   counts = np.bincount(ids, minlength=vocab)
   assert counts[1] == 0 and counts[vocab - 1] == 0
   likely = probs * draws >= 5
-  chi2 = np.sum(
-    (counts - probs * draws)[likely] ** 2 / (probs * draws)[likely]
-  )
+  chi2 = np.sum((counts - probs * draws)[likely] ** 2 / (probs * draws)[likely])
   # Mean likely.sum() - 1, deviation sqrt(2 x mean): five deviations.
   degrees = likely.sum() - 1
   assert chi2 < degrees + 5 * np.sqrt(2 * degrees)

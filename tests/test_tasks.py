@@ -12,8 +12,11 @@ def pool(count, name='a'):
 def test_every_epoch_visits_each_task_once_in_its_own_order():
   some = pool(12)
   epochs = [
-    [t for step in range(e * 3, e * 3 + 3)
-     for t in tasks.at(some, step, count=4, seed=7)]
+    [
+      t
+      for step in range(e * 3, e * 3 + 3)
+      for t in tasks.at(some, step, count=4, seed=7)
+    ]
     for e in range(2)
   ]
   for epoch in epochs:

@@ -62,7 +62,11 @@ def test_a_run_leaves_what_the_report_reads(whole):
     for line in (workdir / 'metrics.jsonl').read_text().splitlines()
   ]
   assert [(x['step'], x['kind']) for x in lines] == [
-    (0, 'eval'), (1, 'train'), (2, 'train'), (3, 'train'), (3, 'eval')
+    (0, 'eval'),
+    (1, 'train'),
+    (2, 'train'),
+    (3, 'train'),
+    (3, 'eval'),
   ]
   for line in lines:
     if line['kind'] == 'train':
@@ -81,9 +85,7 @@ def test_a_run_leaves_what_the_report_reads(whole):
 def test_timing_changes_nothing(whole, tmp_path):
   """Random latency, other worker and slot use: the same run, bit for bit."""
   config, workdir = whole
-  slow = smoke(**{
-    'env.workers': 3, 'env.server_flags': '--latency-ms=0,30'
-  })
+  slow = smoke(**{'env.workers': 3, 'env.server_flags': '--latency-ms=0,30'})
   assert run(slow, tmp_path / 'slow') == 0
   for name in ('train_000001', 'train_000002', 'train_000003', 'eval_after'):
     name = f'{name}.jsonl'
@@ -134,9 +136,7 @@ def processes(marker):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_and_resumed_equals_uninterrupted(
-  whole, tmp_path, number
-):
+def test_interrupted_and_resumed_equals_uninterrupted(whole, tmp_path, number):
   config, workdir = whole
   cut = tmp_path / 'cut'
   process = start(cut)
@@ -225,3 +225,74 @@ def test_unreachable_service_is_named(tmp_path):
   config = smoke(**{'env.address': '127.0.0.1:9'})
   with pytest.raises(ConnectionError, match='127.0.0.1:9'):
     run(config, tmp_path / 'run')
+
+
+def launch(name, *flags):
+  return subprocess.run(
+    [sys.executable, f'launch/{name}.py', *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_evaluate_reads_the_newest_checkpoint(whole, tmp_path):
+  config, workdir = whole
+  output = tmp_path / 'table.json'
+  done = launch('evaluate', f'--workdir={workdir}', f'--output={output}')
+  assert done.returncode == 0, done.stderr
+  assert 'step 3' in done.stdout and 'fetch' in done.stdout
+  row = json.loads(output.read_text())['rows']['step 3']
+  after = json.loads((workdir / 'summary.json').read_text())['rows']['after']
+  # The same tasks with the same random keys and the same weights.
+  assert row == after
+
+
+def test_evaluate_says_what_is_missing(tmp_path):
+  done = launch('evaluate', f'--workdir={tmp_path}')
+  assert done.returncode == 2
+  assert 'no config.json' in done.stderr
+
+
+def test_report_of_a_real_run(whole, tmp_path):
+  _, workdir = whole
+  page = tmp_path / 'page.html'
+  done = launch('report', str(workdir), f'--output={page}')
+  assert done.returncode == 0, done.stderr
+  text = page.read_text()
+  transcript = json.loads(
+    transcripts(workdir, 'eval_after.jsonl').splitlines()[0]
+  )
+  assert transcript['goal'] in text
+  assert 'http://' not in text.replace('http://www.w3.org', '')
+
+
+def test_warm_start_writes_a_checkpoint_that_training_starts_from(tmp_path):
+  output = tmp_path / 'policy'
+  done = launch(
+    'warmstart',
+    '--config=configs/quickstart.py:smoke',
+    f'--workdir={tmp_path / "warm"}',
+    f'--output={output}',
+    '--config.warmstart.repeats=1',
+    '--config.warmstart.epochs=1',
+    '--config.warmstart.minibatches=2',
+    '--config.env.task_types=fetch',
+  )
+  assert done.returncode == 0, done.stderr
+  assert {p.name for p in output.iterdir()} >= {
+    'config.json',
+    'model.safetensors',
+    'tokenizer.json',
+  }
+  config = smoke(
+    **{'model.checkpoint': str(output), 'model.tokenizer': '', 'train.steps': 1}
+  )
+  assert run(config, tmp_path / 'run') == 0
+
+
+def test_a_damaged_model_checkpoint_is_named(tmp_path):
+  config = smoke(**{'model.checkpoint': str(tmp_path / 'nowhere')})
+  with pytest.raises(FileNotFoundError, match='nowhere'):
+    run(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()

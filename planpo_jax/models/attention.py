@@ -43,7 +43,13 @@ def attend(
   Returns:
     [B, T, N, H] in the type of `v_BTKH`.
   """
-  length = q_BTNH.shape[1]
+  batch, length, heads, head_dim = q_BTNH.shape
+  kv_heads = k_BTKH.shape[2]
+  q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, -1, head_dim).transpose(
+    0, 2, 3, 1, 4
+  )
+  k_BKSH = k_BTKH.transpose(0, 2, 1, 3)
+  v_BKSH = v_BTKH.transpose(0, 2, 1, 3)
   # Unrolled: later keys are cut off statically, which saves almost half of the
   # work; the number of blocks is bounded because each one is compiled.
   block = max(_QUERY_BLOCK, -(-length // _MAX_QUERY_BLOCKS))
@@ -52,35 +58,41 @@ def attend(
     end = min(start + block, length)
     outs.append(
       _attend_block(
-        q_BTNH[:, start:end],
-        k_BTKH[:, :end],
-        v_BTKH[:, :end],
+        q_BKGTH[:, :, :, start:end],
+        k_BKSH[:, :, :end],
+        v_BKSH[:, :, :end],
         segment_ids_BT[:, start:end],
         segment_ids_BT[:, :end],
       )
     )
-  return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
+  return (
+    jnp.concatenate(outs, axis=3)
+    .transpose(0, 3, 1, 2, 4)
+    .reshape(batch, length, heads, head_dim)
+  )
 
 
-def _attend_block(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, segment_ids_BS):
+def _attend_block(q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT, segment_ids_BS):
   """The last T of S positions against all S, causally, within segments."""
-  batch, queries, heads, head_dim = q_BTNH.shape
-  keys, kv_heads = k_BSKH.shape[1:3]
-  q_BTKGH = q_BTNH.reshape(batch, queries, kv_heads, -1, head_dim)
-  scores_BKGTS = jnp.einsum(
-    'BTKGH,BSKH->BKGTS',
-    q_BTKGH,
-    k_BSKH,
+  batch, kv_heads, groups, queries, head_dim = q_BKGTH.shape
+  keys = k_BKSH.shape[2]
+  # One matrix product per row and key/value head, groups side by side.
+  scores = jnp.einsum(
+    'BKQH,BKSH->BKQS',
+    q_BKGTH.reshape(batch, kv_heads, groups * queries, head_dim),
+    k_BKSH,
     preferred_element_type=jnp.float32,
   ) * (head_dim**-0.5)
+  scores_BKGTS = scores.reshape(batch, kv_heads, groups, queries, keys)
   index_T = jnp.arange(keys - queries, keys)
-  mask_BTS = (index_T[:, None] >= jnp.arange(keys)[None, :])[None] & (
+  mask_BTS = (index_T[:, None] >= jnp.arange(keys)) & (
     segment_ids_BT[:, :, None] == segment_ids_BS[:, None, :]
   )
   scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, _MASKED)
-  probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
-  out_BTKGH = jnp.einsum('BKGTS,BSKH->BTKGH', probs_BKGTS, v_BSKH)
-  return out_BTKGH.reshape(batch, queries, heads, head_dim)
+  probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BKSH.dtype)
+  probs_BKQS = probs_BKGTS.reshape(batch, kv_heads, groups * queries, keys)
+  out = jnp.einsum('BKQS,BKSH->BKQH', probs_BKQS, v_BKSH)
+  return out.reshape(q_BKGTH.shape)
 
 
 def init_cache(

@@ -1,0 +1,75 @@
+"""What a run writes about itself."""
+
+import io
+import json
+import math
+
+from planpo_jax import episodes, metrics
+
+
+def test_lines_after_the_resumed_step_are_dropped(tmp_path):
+  writer = metrics.Writer(tmp_path, 0)
+  for step in range(4):
+    writer.write(step, 'train', {'a': step})
+  writer.close()
+  with (tmp_path / 'metrics.jsonl').open('a') as f:
+    f.write('{"step": 1, "cut')  # Killed while writing.
+  writer = metrics.Writer(tmp_path, 2)
+  writer.write(3, 'train', {'a': 30})
+  writer.close()
+  lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['a'] for line in lines] == [0, 1, 2, 30]
+
+
+def test_not_a_number_becomes_null(tmp_path):
+  writer = metrics.Writer(tmp_path, 0)
+  writer.write(1, 'train', {'a': math.nan, 'b': math.inf, 'c': 1})
+  writer.close()
+  line = json.loads((tmp_path / 'metrics.jsonl').read_text())
+  assert (line['a'], line['b'], line['c']) == (None, None, 1.0)
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+  from tensorboard.backend.event_processing import event_accumulator
+
+  writer = metrics.Writer(tmp_path, 0)
+  writer.write(1, 'train', {'rollout/success': 0.25})
+  writer.write(2, 'train', {'rollout/success': 0.5})
+  writer.close()
+  events = event_accumulator.EventAccumulator(str(tmp_path / 'tb'))
+  events.Reload()
+  read = [(e.step, e.value) for e in events.Scalars('rollout/success')]
+  assert read == [(1, 0.25), (2, 0.5)]
+
+
+def test_rollout_scalars_leave_faults_out():
+  turn = episodes.Turn((), (1, 2), (0.0, 0.0), '', '', '', 0.0, True, 0)
+  task = episodes.Task('toy', 'train', 0, 'fetch')
+  ending = episodes.Ending
+  scalars = metrics.rollout_scalars(
+    [
+      episodes.Episode(task, 0, (turn,) * 2, 100.0, True, ending.TERMINATED),
+      episodes.Episode(task, 1, (turn,) * 4, 0.0, False, ending.TRUNCATED),
+      episodes.Episode(task, 2, (), 0.0, False, ending.FAULT),
+    ]
+  )
+  assert scalars['rollout/success'] == 0.5
+  assert scalars['rollout/turns'] == 3.0
+  assert scalars['rollout/turns_success'] == 2.0
+  assert scalars['rollout/truncated_episodes'] == 0.5
+  assert (scalars['rollout/episodes'], scalars['rollout/faults']) == (2, 1)
+
+
+def test_a_plain_stream_gets_whole_lines():
+  stream = io.StringIO()
+  terminal = metrics.Terminal(stream)
+  terminal.say('one')
+  terminal.progress('two')
+  terminal.progress('too soon after two')
+  assert '\r' not in stream.getvalue()
+  assert stream.getvalue().count('\n') == 2
+
+
+def test_duration():
+  assert metrics.duration(61.9) == '1:01'
+  assert metrics.duration(3661) == '1:01:01'

@@ -107,6 +107,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.warmstart.epochs = 6
   config.warmstart.minibatches = 20  # Updates an epoch.
   config.warmstart.learning_rate = 1e-3
+  config.warmstart.prompt_weight = 0.3  # Of a prompt token; a response's is 1.
 
   config.report = ml_collections.ConfigDict()
   config.report.transcripts = 32  # Episodes written out each step.

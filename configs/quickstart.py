@@ -45,7 +45,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 
   config.warmstart.repeats = 3
   config.warmstart.vocab_size = 1024
-  config.warmstart.epochs = 6
-  config.warmstart.minibatches = 80
+  config.warmstart.epochs = 16
+  config.warmstart.minibatches = 160
   config.warmstart.learning_rate = 2e-3
   return base.variant(config, variant)

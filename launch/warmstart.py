@@ -92,7 +92,22 @@ def main(unused_argv: list[str]) -> int:
       f'imitating {len(fitting)} of {len(shown)} demonstrations (the others '
       'do not fit chat.max_context or chat.max_response)'
     )
-    params = imitation.fit(
+
+    def save(done: int, nats: float, params) -> None:
+      # Every epoch, so that Ctrl-C loses one at most.
+      weights.save(
+        output,
+        model.policy,
+        params,
+        eos_ids=model.tokenizer.stop_ids,
+        tokenizer_files=model.tokenizer.files,
+      )
+      terminal.say(
+        f'epoch {done}/{settings.epochs}: {nats:.3f} nats a response token; '
+        f'wrote {output}'
+      )
+
+    imitation.fit(
       model.policy,
       model.params,
       fitting,
@@ -102,18 +117,9 @@ def main(unused_argv: list[str]) -> int:
       context=config.chat.context,
       row_len=config.learner.row_len,
       micro_rows=config.learner.micro_rows,
-      on_epoch=lambda done, nats: terminal.say(
-        f'epoch {done}/{settings.epochs}: {nats:.3f} nats a response token'
-      ),
+      prompt_weight=settings.prompt_weight,
+      on_epoch=save,
     )
-    weights.save(
-      output,
-      model.policy,
-      params,
-      eos_ids=model.tokenizer.stop_ids,
-      tokenizer_files=model.tokenizer.files,
-    )
-    terminal.say(f'wrote {output}')
 
     # What was written is what is measured: bfloat16 weights, read back.
     model = dataclasses.replace(

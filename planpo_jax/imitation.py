@@ -72,13 +72,17 @@ def to_episode(
 
 
 def _negative_log_likelihood(
-  logp_BT, rows, *, entropy_BT, denominator
+  logp_BT, rows, *, entropy_BT, denominator, prompt_weight
 ) -> tuple[jax.Array, losses.LossMetrics]:
-  """Sum of -logp over response tokens, and only what `update` needs of it."""
-  mask_BT = rows.loss_mask_BT
-  total = -jnp.where(mask_BT, logp_BT, 0.0).sum() / denominator
+  """Weighted sum of -logp, and only those metrics that `update` needs."""
+  weight_BT = jnp.where(
+    rows.loss_mask_BT, 1.0, jnp.where(rows.positions_BT > 0, prompt_weight, 0.0)
+  )
+  total = -(weight_BT * logp_BT).sum() / denominator
   metrics = dataclasses.replace(
-    losses.no_metrics(), weight=mask_BT.astype(jnp.float32).sum()
+    losses.no_metrics(),
+    weight=weight_BT.sum(),
+    policy_loss=-jnp.where(rows.loss_mask_BT, logp_BT, 0.0).sum() / denominator,
   )
   return total, metrics
 
@@ -94,9 +98,13 @@ def fit(
   context: str,
   row_len: int,
   micro_rows: int,
-  on_epoch: Callable[[int, float], None],
+  prompt_weight: float,
+  on_epoch: Callable[[int, float, qwen2.Params], None],
 ) -> qwen2.Params:
   """Maximises the likelihood of the responses in `shown`.
+
+  Prompts may count too, for less: they are most of the tokens, and a policy
+  that starts from nothing learns to read and to copy from them.
 
   Args:
     policy: the network.
@@ -108,7 +116,8 @@ def fit(
     context: `conversation` or `window`.
     row_len: tokens of a packed row.
     micro_rows: rows of one forward pass.
-    on_epoch: called with (epochs done, mean nats a response token).
+    prompt_weight: weight of a prompt token; a response token weighs 1.
+    on_epoch: called with (epochs done, mean nats a response token, params).
 
   Returns:
     The params after the last epoch.
@@ -120,9 +129,10 @@ def fit(
     total_steps=epochs * minibatches,
   )
   logps = functools.partial(qwen2.token_logps, policy, temperature=1.0)
-  step = update.make_update(
-    logps, _negative_log_likelihood, optim, micro_rows=micro_rows
+  loss = functools.partial(
+    _negative_log_likelihood, prompt_weight=prompt_weight
   )
+  step = update.make_update(logps, loss, optim, micro_rows=micro_rows)
   state = update.create(params, optim)
   tokens = sum(len(t.response_ids) for e in shown for t in e.turns)
   for epoch in range(epochs):
@@ -135,9 +145,9 @@ def fit(
       row_multiple=micro_rows,
       seed=epoch,
     )
-    nats = []
+    nats = 0.0
     for minibatch in batch.split(rows, minibatches):
       state, report = step(state, minibatch)
-      nats.append(float(report['loss']))
-    on_epoch(epoch + 1, float(np.mean(nats)))
+      nats += float(report['policy_loss'] * report['weight'])
+    on_epoch(epoch + 1, nats / tokens, state.params)
   return state.params

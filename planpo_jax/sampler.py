@@ -170,18 +170,17 @@ def _decode(policy, params, cache, slots, stop_V, temperature, max_steps):
     id_B = sample(logits_BV, uniform_B, temperature)
     logit_B = jnp.take_along_axis(logits_BV, id_B[:, None], axis=-1)[:, 0]
     logp_B = logit_B - jax.nn.logsumexp(logits_BV, axis=-1)
-    # Rows that are not armed write out of range, which is dropped.
-    write_B = jnp.where(armed_B, slots.made_B, slots.ids_BM.shape[1])
     made_B = slots.made_B + count_B
+    # Rows that are not armed get values too; `submit` replaces them.
     slots = _Slots(
-      token_B=jnp.where(armed_B, id_B, slots.token_B),
+      token_B=id_B,
       length_B=slots.length_B + count_B,
       armed_B=armed_B & ~stop_V[id_B] & (made_B < slots.budget_B),
       made_B=made_B,
       budget_B=slots.budget_B,
       key_B2=slots.key_B2,
-      ids_BM=slots.ids_BM.at[rows_B, write_B].set(id_B, mode='drop'),
-      logps_BM=slots.logps_BM.at[rows_B, write_B].set(logp_B, mode='drop'),
+      ids_BM=slots.ids_BM.at[rows_B, slots.made_B].set(id_B, mode='drop'),
+      logps_BM=slots.logps_BM.at[rows_B, slots.made_B].set(logp_B, mode='drop'),
     )
     return step + 1, cache, slots
 
@@ -196,8 +195,8 @@ def _chunks(count: int) -> list[tuple[int, int]]:
   out = []
   while count > 0:
     fits = [size for size in PREFILL_CHUNKS if size >= count]
-    # Padding is cheaper than more calls while it is no more than the tokens.
-    if fits and (fits[0] <= 2 * count or fits[0] == PREFILL_CHUNKS[0]):
+    # Padding is cheaper than more calls while it is less than the tokens.
+    if fits and (fits[0] < 2 * count or fits[0] == PREFILL_CHUNKS[0]):
       size = fits[0]
     else:
       size = max(size for size in PREFILL_CHUNKS if size <= count)

@@ -84,7 +84,8 @@ def test_fitting_learns_the_responses():
     context='conversation',
     row_len=256,
     micro_rows=1,
-    on_epoch=lambda done, value: nats.append(value),
+    prompt_weight=0.1,
+    on_epoch=lambda done, value, params: nats.append(value),
   )
   assert len(nats) == 40
   assert nats[0] > 5.0 and nats[-1] < 0.5

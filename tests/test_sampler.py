@@ -275,6 +275,27 @@ def test_members_of_a_group_differ_and_raw_keys_equal_typed_ones():
   np.testing.assert_array_equal(again.ids, responses[2].ids)
 
 
+def test_token_i_is_drawn_with_the_key_folded_by_i():
+  context = _context(21, 16)
+  response = _respond(_sampler(stop_ids=[]), 3, context, KEY)
+  ids = context + response.ids.tolist()
+  tokens = np.zeros((1, 32), np.int32)
+  tokens[0, : len(ids)] = ids
+  policy, params = _policy()
+
+  @jax.jit
+  def redraw(params):
+    index = jnp.arange(32)[None]
+    hidden = policy.hidden(params, tokens, index, jnp.ones_like(tokens))
+    made = jnp.arange(12)
+    keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(made)
+    uniform = jax.vmap(jax.random.uniform)(keys)
+    logits = policy.logits(params, hidden)[0, 15 + made]
+    return sampler_lib.sample(logits, uniform, jnp.float32(1))
+
+  np.testing.assert_array_equal(response.ids, redraw(params))
+
+
 def test_new_params_and_temperatures_act_without_compiling():
   sampler = _sampler(stop_ids=[])
   context = _context(18, 200)
@@ -324,12 +345,13 @@ def test_samples_follow_the_softmax(vocab):
 
 
 def test_sampling_inverts_the_cdf_at_its_edges():
-  logits = np.full((4, 300), qwen2._NEVER, np.float32)
-  logits[:, [2, 140, 141, 260]] = np.log([0.25, 0.25, 0.25, 0.25])
+  logits = np.full((5, 300), qwen2._NEVER, np.float32)
+  logits[:, [2, 140, 141, 260]] = np.log(0.25)
   below_one = np.nextafter(np.float32(1), np.float32(0))
-  uniform = jnp.asarray([0.0, 0.25, 0.6, below_one], jnp.float32)
+  # 1 itself is never drawn, but a target may be rounded up to the total.
+  uniform = np.asarray([0.0, 0.25, 0.6, below_one, 1.0], np.float32)
   ids = _sample(logits, uniform, jnp.float32(1))
-  assert ids.tolist() == [2, 140, 141, 260]
+  assert ids.tolist() == [2, 140, 141, 260, 260]
 
 
 def test_spare_ids_are_never_sampled():

@@ -9,6 +9,7 @@ compute type.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -129,15 +130,20 @@ SIZES: dict[str, Qwen2Config] = {
 
 
 class _Initializer:
-  """Makes the params of a module, each from its own key."""
+  """Makes params; the weights are cut from one pool of normal numbers.
 
-  def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
+  One draw for several weights, because each draw is compiled on its own and
+  takes XLA's CPU compiler half a second.
+  """
+
+  def __init__(self, config: Qwen2Config, key: jax.Array, size: int):
     self._dtype = config.param_dtype
-    self._rngs = rngs
+    self._pool = 0.02 * jax.random.normal(key, (size,), self._dtype)
+    self._used = 0
 
   def normal(self, *shape: int) -> nnx.Param:
-    key = self._rngs.params()
-    return nnx.Param(0.02 * jax.random.normal(key, shape, self._dtype))
+    start, self._used = self._used, self._used + math.prod(shape)
+    return nnx.Param(self._pool[start : self._used].reshape(shape))
 
   def zeros(self, *shape: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(shape, self._dtype))
@@ -245,15 +251,25 @@ class Qwen2(nnx.Module):
   """The network. `Policy` is the form the rest of the code uses."""
 
   def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
-    init = _Initializer(config, rngs)
+    D, V = config.hidden_size, config.vocab_size
+    init = _Initializer(
+      config, rngs.params(), (1 if config.tie_word_embeddings else 2) * V * D
+    )
     self.config = config
-    self.embedding_VD = init.normal(config.vocab_size, config.hidden_size)
+    self.embedding_VD = init.normal(V, D)
+    heads = 2 * (config.num_heads + config.num_kv_heads)
+    block_size = D * (heads * config.head_dim + 3 * config.intermediate_size)
     self.blocks = nnx.Dict(
-      {f'{i:02d}': Block(config, init) for i in range(config.num_layers)}
+      {
+        f'{i:02d}': Block(
+          config, _Initializer(config, rngs.params(), block_size)
+        )
+        for i in range(config.num_layers)
+      }
     )
     self.final_norm_D = init.ones(config.hidden_size)
     if not config.tie_word_embeddings:
-      self.head_DV = init.normal(config.hidden_size, config.vocab_size)
+      self.head_DV = init.normal(D, V)
 
   def _layers(self):
     return [self.blocks[f'{i:02d}'] for i in range(self.config.num_layers)]

@@ -16,11 +16,11 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.env.name = 'sciworld'
   config.env.options = 'simplifications=easy'
   config.env.task_types = (
-    'find-non-living-thing',
     'lifespan-longest-lived',
     'lifespan-shortest-lived',
+    'lifespan-longest-lived-then-shortest-lived',
   )
-  config.env.workers = 12
+  config.env.workers = 6
   config.env.max_turns = 12
   config.chat.prompt = 'brief'
   config.chat.max_context = 768
@@ -29,7 +29,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.model.size = 'nano'
   config.model.dtype = 'float32'
   config.model.remat = False
-  config.sampler.slots = 12
+  config.sampler.slots = 6
   config.train.steps = 15
   config.train.tasks_per_step = 8
   config.train.group_size = 8
@@ -45,7 +45,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
 
   config.warmstart.repeats = 3
   config.warmstart.vocab_size = 1024
-  config.warmstart.epochs = 16
-  config.warmstart.minibatches = 160
+  config.warmstart.epochs = 10
+  config.warmstart.minibatches = 50
   config.warmstart.learning_rate = 2e-3
   return base.variant(config, variant)

@@ -111,6 +111,7 @@ def main(unused_argv: list[str]) -> int:
       model.policy,
       model.params,
       fitting,
+      mesh=mesh,
       epochs=settings.epochs,
       minibatches=settings.minibatches,
       learning_rate=settings.learning_rate,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
 from planpo_jax import config as config_lib
+
+# Without this gRPC tells of every reconnection on stderr.
+os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 # Exit code for what the user can mend: flags, configuration, files, addresses.
 MISTAKE = 2
@@ -55,11 +60,19 @@ def run(main: Callable[[list[str]], int | None]) -> None:
       )
   except (flags.Error, KeyError, AttributeError, ValueError, OSError) as error:
     _fail(error, _flag_mistake(error))
+  _keep_compilations()
   try:
     code = main(rest[1:])
   except (ValueError, TypeError, FileNotFoundError, ConnectionError) as error:
     _fail(error, str(error))
   sys.exit(code)
+
+
+def _keep_compilations() -> None:
+  """A second start reads what the first one compiled."""
+  if not jax.config.jax_compilation_cache_dir:
+    folder = pathlib.Path.home() / '.cache' / 'planpo_jax'
+    jax.config.update('jax_compilation_cache_dir', str(folder))
 
 
 def _flag_mistake(error: Exception) -> str:

@@ -18,6 +18,7 @@ from planpo_jax import (
   losses,
   optimizer,
   rollout,
+  sharding,
   update,
 )
 from planpo_jax.models import qwen2
@@ -92,6 +93,7 @@ def fit(
   params: qwen2.Params,
   shown: Sequence[episodes.Episode],
   *,
+  mesh: jax.sharding.Mesh,
   epochs: int,
   minibatches: int,
   learning_rate: float,
@@ -110,6 +112,7 @@ def fit(
     policy: the network.
     params: where to start.
     shown: from `to_episode`.
+    mesh: where `params` are.
     epochs: passes over them.
     minibatches: updates an epoch.
     learning_rate: peak; warmed up over the first epoch, then cosine to 0.
@@ -132,8 +135,15 @@ def fit(
   loss = functools.partial(
     _negative_log_likelihood, prompt_weight=prompt_weight
   )
-  step = update.make_update(logps, loss, optim, micro_rows=micro_rows)
-  state = update.create(params, optim)
+  state = sharding.shard_params(mesh, update.create(params, optim))
+  step = update.make_update(
+    logps,
+    loss,
+    optim,
+    micro_rows=micro_rows,
+    micro_sharding=sharding.micro_sharding(mesh),
+    state_shardings=sharding.param_shardings(mesh, state),
+  )
   tokens = sum(len(t.response_ids) for e in shown for t in e.turns)
   for epoch in range(epochs):
     rows = batch.pack(
@@ -146,6 +156,7 @@ def fit(
       seed=epoch,
     )
     nats = 0.0
+    rows = sharding.put_batch(mesh, rows)
     for minibatch in batch.split(rows, minibatches):
       state, report = step(state, minibatch)
       nats += float(report['policy_loss'] * report['weight'])

@@ -129,6 +129,10 @@ class Timers:
     return scalars | {'time/step_s': sum(self.seconds.values())}
 
 
+# Groups whose members all did alike: GRPO learns nothing from them.
+_TIED = 'advantage/groups_without_outcome_variance'
+
+
 class Clock:
   """Tells at each step how long the steps that remain will take."""
 
@@ -152,7 +156,7 @@ class Clock:
       f'score {scalars["rollout/score"]:.0f}, '
       f'turns {scalars["rollout/turns"]:.1f}, '
       f'tokens a response {scalars["rollout/response_tokens"]:.1f}, '
-      f'KL {scalars["loss/kl_ref"]:.4f}, '
+      f'groups tied {scalars[_TIED]:.0%}, KL {scalars["loss/kl_ref"]:.4f}, '
       f'clipped {scalars["loss/clip_frac"]:.1%}, '
       f'{self._seconds[-1]:.0f} s ({parts}), {duration(left)} left'
     )

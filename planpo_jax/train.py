@@ -81,15 +81,21 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
     'micro_rows': config.learner.micro_rows,
     'micro_sharding': sharding.micro_sharding(mesh),
   }
-  score = update.make_score(logps, **micro)
-  update_step = update.make_update(logps, loss, optim, **micro)
   ref_params = model.params  # Never donated: `create` copies them.
+  state = sharding.shard_params(mesh, update.create(ref_params, optim))
+  score = update.make_score(logps, **micro)
+  update_step = update.make_update(
+    logps,
+    loss,
+    optim,
+    state_shardings=sharding.param_shardings(mesh, state),
+    **micro,
+  )
 
   # Claimed only now: a run that could not start leaves no trace.
   config_lib.claim(workdir, config)
   terminal.say(f'writing to {workdir}')
   # Resuming, in this order: the state, then what was written after it goes.
-  state = update.create(ref_params, optim)
   checkpoints = checkpoint.Checkpoints(
     workdir / 'checkpoints', config.checkpoint.keep
   )

@@ -122,6 +122,7 @@ def make_update(
   *,
   micro_rows: int,
   micro_sharding: jax.sharding.Sharding | None = None,
+  state_shardings: TrainState | None = None,
 ) -> Callable[
   [TrainState, batch_lib.Batch], tuple[TrainState, dict[str, jax.Array]]
 ]:
@@ -143,6 +144,9 @@ def make_update(
       minibatch.
     micro_sharding: placement of [blocks, micro_rows, T] arrays; None leaves it
       to the compiler.
+    state_shardings: placement of the new state, of which the old one should
+      be too: then the second update is not compiled anew. None leaves it to
+      the compiler.
 
   Returns:
     The function. It consumes (donates) the state. Its metrics are float32
@@ -206,7 +210,9 @@ def make_update(
     }
     return TrainState(params, opt_state, state.step + 1), metrics
 
-  return jax.jit(update, donate_argnums=0)
+  return jax.jit(
+    update, donate_argnums=0, out_shardings=(state_shardings, None)
+  )
 
 
 def scalars(reports: Sequence[dict[str, jax.Array]]) -> dict[str, float]:

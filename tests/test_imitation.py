@@ -3,7 +3,14 @@
 import jax
 import pytest
 
-from planpo_jax import chat, demonstrations, episodes, imitation, tokenizer
+from planpo_jax import (
+  chat,
+  demonstrations,
+  episodes,
+  imitation,
+  sharding,
+  tokenizer,
+)
 from planpo_jax.models import qwen2
 
 TOK = tokenizer.load('nano')
@@ -78,6 +85,7 @@ def test_fitting_learns_the_responses():
     policy,
     qwen2.init_params(policy, jax.random.key(0)),
     [imitation.to_episode(TWO, fmt())],
+    mesh=sharding.make_mesh(),
     epochs=40,
     minibatches=1,
     learning_rate=2e-2,

@@ -5,7 +5,12 @@ function; they appear here under `advantage.<name>` and `loss.<name>` without
 being listed, so a new method adds no line to this file.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax
 import ml_collections
+from ml_collections import config_dict
 
 from planpo_jax import advantages, losses
 
@@ -36,7 +41,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.chat.max_response = 200  # Tokens of one response.
 
   config.model = ml_collections.ConfigDict()
-  # Folder with config.json and safetensors; empty starts from random weights.
+  # Folder with config.json and safetensors; empty starts from random weights,
+  # which makes sense for nano only and is refused for other sizes.
   config.model.checkpoint = ''
   config.model.size = 'qwen2.5-1.5b'  # Shape when there is no checkpoint.
   # `nano`, a folder, or a hub name; empty takes the checkpoint's.
@@ -51,7 +57,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.mesh.tensor = 1  # Devices over heads and features.
 
   config.sampler = ml_collections.ConfigDict()
-  config.sampler.slots = 32  # Conversations decoded together.
+  config.sampler.slots = 8  # Conversations decoded together.
   config.sampler.temperature = 1.0
 
   config.train = ml_collections.ConfigDict()
@@ -63,12 +69,12 @@ def get_config() -> ml_collections.ConfigDict:
   config.advantage = ml_collections.ConfigDict()
   config.advantage.name = 'planpo'
   for name in advantages.names():
-    config.advantage[name] = advantages.hyperparameters(name)
+    config.advantage[name] = _settable(advantages.hyperparameters(name))
 
   config.loss = ml_collections.ConfigDict()
   config.loss.name = 'ppo_clip'
   for name in losses.names():
-    config.loss[name] = losses.hyperparameters(name)
+    config.loss[name] = _settable(losses.hyperparameters(name))
 
   config.optimizer = ml_collections.ConfigDict()
   config.optimizer.learning_rate = 1e-6
@@ -111,7 +117,16 @@ def get_config() -> ml_collections.ConfigDict:
 
   config.report = ml_collections.ConfigDict()
   config.report.transcripts = 32  # Episodes written out each step.
-  return config
+  # Locked, so that a misspelt key in an experiment file is an error too.
+  return config.lock()
+
+
+def _settable(defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """The defaults; None takes a number, which the flags would refuse else."""
+  return {
+    key: config_dict.placeholder(float) if value is None else value
+    for key, value in defaults.items()
+  }
 
 
 def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
@@ -131,12 +146,13 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.model.remat = False
   config.mesh.fsdp = -1
   config.mesh.tensor = 1
-  config.sampler.slots = 8
+  config.sampler.slots = 4
   config.train.steps = 3
   config.train.tasks_per_step = 2
   config.train.group_size = 4
   config.learner.row_len = 512
-  config.learner.micro_rows = 4
+  # Rows must divide over the devices, whatever this machine has.
+  config.learner.micro_rows = max(4, jax.device_count())
   config.eval.episodes = 8
   config.eval.every = 0
   config.eval.max_turns = 6

@@ -3,8 +3,9 @@
   python launch/evaluate.py --workdir=runs/quickstart --split=test
   python launch/evaluate.py --config=configs/quickstart.py --split=dev
 
-With --workdir: the newest checkpoint of that run, under its own configuration.
-With --config: the weights that training would start from.
+With --workdir: the newest checkpoint of that run, under its own configuration,
+on whatever devices there are. With --config: the weights that training would
+start from.
 """
 
 import json
@@ -13,10 +14,12 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import jax
 import ml_collections
 from absl import flags
 
 from planpo_jax import cli
+from planpo_jax import config as config_lib
 
 _CONFIG = cli.define_config(required=False)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
@@ -26,20 +29,24 @@ _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the table.')
 
 
 def _config(workdir) -> ml_collections.ConfigDict:
-  if _CONFIG.value is not None:
-    return _CONFIG.value
+  if (workdir is None) == (_CONFIG.value is None):
+    raise ValueError('give either --workdir=DIR of a run or --config=FILE.')
   if workdir is None:
-    raise ValueError('give --workdir=DIR of a run, or --config=FILE.')
+    return _CONFIG.value
   path = workdir / 'config.json'
   if not path.is_file():
     raise FileNotFoundError(
       f'{workdir} holds no run: there is no config.json. Give the folder that '
       'launch/train.py was given as --workdir.'
     )
-  return ml_collections.ConfigDict(json.loads(path.read_text()))
+  config = ml_collections.ConfigDict(json.loads(path.read_text()))
+  config.mesh.update({'data': 1, 'fsdp': -1, 'tensor': 1})
+  # Rows of an update, of which an evaluation has none.
+  config.learner.micro_rows = jax.device_count()
+  return config
 
 
-def main(unused_argv: list[str]) -> int:
+def main() -> int:
   import pathlib
 
   from planpo_jax import (
@@ -55,6 +62,7 @@ def main(unused_argv: list[str]) -> int:
   if _WORKDIR.value:
     workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   config = _config(workdir)
+  config_lib.check(config, jax.device_count())
   split = _SPLIT.value or config.env.eval_split
   count = _EPISODES.value or config.eval.episodes
   terminal = metrics.Terminal()

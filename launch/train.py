@@ -15,7 +15,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 
-def main(unused_argv: list[str]) -> int:
+def main() -> int:
   if not _WORKDIR.value:
     raise ValueError('--workdir is missing; try --workdir=runs/my_run.')
   # Imported here, so that a mistake in the flags is told at once.

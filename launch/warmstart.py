@@ -24,10 +24,12 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
-def main(unused_argv: list[str]) -> int:
+def main() -> int:
   if not _WORKDIR.value:
     raise ValueError('--workdir is missing; try --workdir=runs/warmstart.')
   import pathlib
+
+  import jax
 
   from planpo_jax import (
     build,
@@ -38,8 +40,10 @@ def main(unused_argv: list[str]) -> int:
     tokenizer,
     weights,
   )
+  from planpo_jax import config as config_lib
 
   config = _CONFIG.value
+  config_lib.check(config, jax.device_count(), checkpoint_needed=False)
   settings = config.warmstart
   terminal = metrics.Terminal()
   workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
@@ -51,6 +55,10 @@ def main(unused_argv: list[str]) -> int:
     folder = workdir / 'demonstrations'
     try:
       shown = demonstrations.read(folder)
+      terminal.say(
+        f'imitating the {len(shown)} demonstrations kept in {folder}; remove '
+        'that folder to record new ones'
+      )
     except FileNotFoundError:
       tasks = env.tasks(config.env.train_split) * settings.repeats
       terminal.say(f'recording {len(tasks)} expert episodes')
@@ -73,21 +81,27 @@ def main(unused_argv: list[str]) -> int:
       shown = demonstrations.read(folder)
 
     if settings.vocab_size:
-      tokenizer_name = str(workdir / 'tokenizer')
       tokenizer.train(
-        demonstrations.corpus(shown), settings.vocab_size, tokenizer_name
+        demonstrations.corpus(shown),
+        settings.vocab_size,
+        str(workdir / 'tokenizer'),
       )
-    else:
-      tokenizer_name = config.model.tokenizer or 'nano'
     config = config.copy_and_resolve_references()
-    with config.unlocked():
+    if settings.vocab_size:
+      # Another vocabulary makes the weights of a checkpoint meaningless.
       config.model.checkpoint = ''
-      config.model.tokenizer = tokenizer_name
+      config.model.tokenizer = str(workdir / 'tokenizer')
     mesh = build.mesh(config)
     model = build.model(config, mesh)
     player = build.Player(config, model, mesh, env, terminal)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]
+    if not fitting:
+      raise config_lib.ConfigError(
+        f'none of the {len(shown)} demonstrations in {folder} fits '
+        f'chat.max_context={config.chat.max_context} and '
+        f'chat.max_response={config.chat.max_response}; raise them.'
+      )
     terminal.say(
       f'imitating {len(fitting)} of {len(shown)} demonstrations (the others '
       'do not fit chat.max_context or chat.max_response)'

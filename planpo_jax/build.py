@@ -114,7 +114,11 @@ class Environment:
         self._service = env_service.LocalService(
           self._config.name,
           self._config.workers,
-          options=tuple(shlex.split(self._config.server_flags)),
+          # A margin, so that the client's deadline is the one that counts.
+          options=(
+            f'--step-deadline-s={self._config.step_timeout_s + 5}',
+            *shlex.split(self._config.server_flags),
+          ),
         )
         try:
           self._service.start()
@@ -233,11 +237,11 @@ class Player:
     def tell(done: int, turns: int) -> None:
       spent = time.perf_counter() - start
       rate = (self._sampler.decoded_tokens - before) / spent
-      left = metrics.duration(spent / max(done, 1) * (len(jobs) - done))
-      self._terminal.progress(
-        f'{label}: {done}/{len(jobs)} episodes, {turns} turns, '
-        f'{rate:.0f} tokens/s, {left} left'
-      )
+      text = f'{label}: {done}/{len(jobs)} episodes, {turns} turns'
+      if done:
+        left = metrics.duration(spent / done * (len(jobs) - done))
+        text += f', {rate:.0f} tokens/s, {left} left'
+      self._terminal.progress(text)
 
     self._sampler.temperature = temperature
     played = self._env.run(

@@ -46,16 +46,18 @@ class ParsedAction:
 
 
 _THOUGHT = re.compile(r'<think>.*?(</think>|$)', re.IGNORECASE | re.DOTALL)
-_ACTION = re.compile(r'<action>(.*?)</action>', re.IGNORECASE | re.DOTALL)
+_ACTION = re.compile(
+  r'<action>((?:(?!<action>).)*?)</action>', re.IGNORECASE | re.DOTALL
+)
 
 
 def parse_action(response: str, *, require_thought: bool) -> ParsedAction:
   """Reads the action out of a response; never raises.
 
   Thoughts are cut first, so nothing inside them runs; an unclosed thought
-  reaches to the end. The first action is sent, lower-case and with white space
-  folded. Two actions, or missing thoughts where they are required, run but
-  are invalid.
+  reaches to the end. The first whole action is sent, lower-case and with white
+  space folded. Two actions, or missing thoughts where they are required, run
+  but are invalid.
   """
   thoughts = list(_THOUGHT.finditer(response))
   outside = _THOUGHT.sub(' ', response)
@@ -108,12 +110,27 @@ class Format:
   def answer(self) -> list[int]:
     return [self.tokenizer.im_start, *self.tokenizer.encode('assistant\n')]
 
-  def parse(self, response_ids: Sequence[int]) -> tuple[str, ParsedAction]:
-    """Decodes a response and reads its action."""
+  def parse(
+    self, response_ids: Sequence[int], capped: bool = False
+  ) -> tuple[str, ParsedAction, bool]:
+    """Decodes a response and reads its action.
+
+    Args:
+      response_ids: as sampled.
+      capped: the response ended without an end token, at a limit of tokens.
+
+    Returns:
+      (text, action, truncated). A capped response whose last token completed
+      its action is whole; any other one is truncated and holds no action.
+    """
     text = self.tokenizer.decode(response_ids)
+    truncated = capped and not text.rstrip().lower().endswith('</action>')
+    if truncated:
+      return text, ParsedAction(NO_ACTION, False), True
     # The brief prompt does not ask for thoughts, so they are the policy's
     # own choice there.
-    return text, parse_action(text, require_thought=self.prompt == 'full')
+    action = parse_action(text, require_thought=self.prompt == 'full')
+    return text, action, False
 
 
 class Chat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import signal
+import sys
 from typing import TypeVar
 
 import jax
@@ -93,7 +94,14 @@ class StopSignal:
   def _remember(self, number: int, unused_frame) -> None:
     # A second signal changes nothing: the save under way is short, and an
     # operator who cannot wait has kill -9, which loses no saved step.
-    self.number = self.number or number
+    if self.number is None:
+      self.number = number
+      print(
+        f'\n{signal.Signals(number).name}: stopping as soon as the state can '
+        'be saved',
+        file=sys.stderr,
+        flush=True,
+      )
 
   def requested(self) -> bool:
     return self.number is not None

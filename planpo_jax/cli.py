@@ -39,8 +39,8 @@ def define_config(*, required: bool = True) -> flags.FlagHolder:
   )
 
 
-def run(main: Callable[[list[str]], int | None]) -> None:
-  """Parses the flags, runs `main` with the other arguments, and exits.
+def run(main: Callable[[], int | None]) -> None:
+  """Parses the flags, runs `main` and exits with its code.
 
   Mistakes of the user end with one sentence and code 2. Whatever else goes
   wrong keeps its traceback; PLANPO_TRACEBACK=1 keeps it for mistakes too.
@@ -62,10 +62,29 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     _fail(error, _flag_mistake(error))
   _keep_compilations()
   try:
-    code = main(rest[1:])
-  except (ValueError, TypeError, FileNotFoundError, ConnectionError) as error:
+    if rest[1:]:
+      raise config_lib.ConfigError(
+        f'{rest[1]!r} is not a flag; flags start with --.'
+      )
+    code = main()
+  except (ValueError, TypeError, OSError) as error:
+    if not _is_mistake(error):
+      raise
     _fail(error, str(error))
   sys.exit(code)
+
+
+def _is_mistake(error: Exception) -> bool:
+  """Whether it was raised by this project's own checks, not inside a library.
+
+  A ValueError of jax in mid-training is a bug, and needs its traceback.
+  """
+  if isinstance(error, OSError):
+    return True
+  frame = error.__traceback__
+  while frame.tb_next:
+    frame = frame.tb_next
+  return 'planpo_jax' in frame.tb_frame.f_globals.get('__name__', '')
 
 
 def _keep_compilations() -> None:

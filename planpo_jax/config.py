@@ -7,6 +7,7 @@ import json
 import pathlib
 from collections.abc import Mapping, Sequence
 
+import jax
 import ml_collections
 
 from envs_server import env
@@ -20,6 +21,10 @@ _FREE = (
   'env.workers',
   'env.server_flags',
   'env.step_timeout_s',
+  'mesh.data',
+  'mesh.fsdp',
+  'mesh.tensor',
+  'learner.micro_rows',
   'checkpoint.every',
   'checkpoint.keep',
   'report.transcripts',
@@ -30,8 +35,19 @@ class ConfigError(ValueError):
   """The configuration, or what it names, cannot work."""
 
 
-def check(config: ml_collections.ConfigDict, num_devices: int) -> None:
-  """Raises ConfigError for the first rule that `config` breaks."""
+def check(
+  config: ml_collections.ConfigDict,
+  num_devices: int,
+  *,
+  checkpoint_needed: bool = True,
+) -> None:
+  """Raises ConfigError for the first rule that `config` breaks.
+
+  Args:
+    config: the whole configuration.
+    num_devices: that jax sees.
+    checkpoint_needed: sizes other than nano must start from a checkpoint.
+  """
   if not config.env.address:
     _known('env.name', config.env.name, env.known())
   _known('advantage.name', config.advantage.name, advantages.names())
@@ -42,6 +58,23 @@ def check(config: ml_collections.ConfigDict, num_devices: int) -> None:
   _known('model.param_dtype', config.model.param_dtype, ('float32', 'bfloat16'))
   if not config.model.checkpoint:
     _known('model.size', config.model.size, tuple(qwen2.SIZES))
+    if config.model.size != 'nano' and checkpoint_needed:
+      raise ConfigError(
+        f'model.size={config.model.size!r} without model.checkpoint would '
+        'train random weights; give the folder of a checkpoint, e.g. '
+        '--config.model.checkpoint=/path/to/Qwen2.5-1.5B-Instruct.'
+      )
+  if not config.env.address and config.sampler.slots > config.env.workers:
+    raise ConfigError(
+      f'sampler.slots={config.sampler.slots}, but '
+      f'env.workers={config.env.workers} environments can play at a time; try '
+      f'env.workers={config.sampler.slots}.'
+    )
+  if config.env.step_timeout_s <= 0:
+    raise ConfigError(
+      f'env.step_timeout_s={config.env.step_timeout_s} must be above 0 '
+      'seconds; try 60.'
+    )
   for key in _POSITIVE:
     if _get(config, key) < 1:
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
@@ -106,6 +139,11 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_devices(config: ml_collections.ConfigDict, num_devices: int) -> None:
+  if jax.process_count() > 1:
+    raise ConfigError(
+      f'{jax.process_count()} jax processes: training over several hosts is '
+      'not supported yet; start one process on one host.'
+    )
   mesh = config.mesh
   sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'tensor': mesh.tensor}
   free = [name for name, size in sizes.items() if size == -1]
@@ -124,7 +162,8 @@ def _check_devices(config: ml_collections.ConfigDict, num_devices: int) -> None:
       f'{shown} is {fixed} device(s), but there are {num_devices}; try '
       f'mesh.fsdp={num_devices // (fixed // mesh.fsdp) or 1}, or -1.'
     )
-  rows = (num_devices // mesh.tensor) if mesh.tensor > 0 else 1
+  tensor = num_devices // fixed if mesh.tensor == -1 else mesh.tensor
+  rows = num_devices // tensor
   if config.learner.micro_rows % rows:
     raise ConfigError(
       f'learner.micro_rows={config.learner.micro_rows} rows do not divide over '
@@ -143,6 +182,8 @@ def check_workdir(
 ) -> None:
   """Raises ConfigError if `workdir` holds another run, or no run at all."""
   path = workdir / 'config.json'
+  if workdir.exists() and not workdir.is_dir():
+    raise ConfigError(f'--workdir={workdir} is a file; name a folder.')
   if not path.exists():
     foreign = workdir.exists() and {p.name for p in workdir.iterdir()}
     if foreign and foreign != {'config.json.part'}:
@@ -151,6 +192,8 @@ def check_workdir(
         'another --workdir.'
       )
     return
+  if not _has_results(workdir):
+    return  # Whatever was tried there ended before it played anything.
   theirs = _flatten(json.loads(path.read_text()))
   ours = _flatten(json.loads(config.to_json()))
   differing = [
@@ -164,6 +207,13 @@ def check_workdir(
       f'({"; ".join(differing[:5])}). Choose another --workdir, or start with '
       f'the configuration of {path} to resume it.'
     )
+
+
+def _has_results(workdir: pathlib.Path) -> bool:
+  checkpoints = workdir / 'checkpoints'
+  return (workdir / 'eval_before.json').exists() or (
+    checkpoints.exists() and any(checkpoints.iterdir())
+  )
 
 
 def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:

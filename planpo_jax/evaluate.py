@@ -117,7 +117,16 @@ def jobs(pool: Sequence[episodes.Task], count: int) -> list[rollout.Job]:
 
 
 def summarize(played: Sequence[episodes.Episode]) -> Summary:
-  """Means and intervals over `played`; faults are counted apart."""
+  """Means and intervals over `played`; faults are counted apart.
+
+  Raises:
+    ConnectionError: every episode was lost to a fault.
+  """
+  if played and all(e.ending is episodes.Ending.FAULT for e in played):
+    raise ConnectionError(
+      f'all {len(played)} episodes were lost to faults of the environment; the '
+      f'last: {played[-1].fault}'
+    )
   by_type = collections.defaultdict(list)
   for episode in played:
     by_type[episode.task.name].append(episode)
@@ -205,7 +214,7 @@ def table(rows: Mapping[str, Summary]) -> str:
     lines.append(
       (
         name,
-        str(row.episodes),
+        str(row.episodes) + (f' + {row.faults} lost' if row.faults else ''),
         _cell(_percent(row.success)),
         _cell(row.score),
         _cell(row.turns, 2),

@@ -32,6 +32,14 @@ class Writer:
     self._path = workdir / 'metrics.jsonl'
     self._keep(first_step)
     self._events = event_file_writer.EventFileWriter(str(workdir / 'tb'))
+    # TensorBoard drops what an earlier file says of this step and later ones.
+    self._events.add_event(
+      event_pb2.Event(
+        step=first_step + 1,
+        wall_time=time.time(),
+        session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
+      )
+    )
 
   def _keep(self, first_step: int) -> None:
     if not self._path.exists():
@@ -131,6 +139,44 @@ class Timers:
 
 # Groups whose members all did alike: GRPO learns nothing from them.
 _TIED = 'advantage/groups_without_outcome_variance'
+
+
+# From this share on, most of a step's episodes teach an outcome-based method
+# nothing, and a flat curve says little about the method.
+_TIED_WARNING = 0.8
+# Nats between the sampler's and the learner's log-probability of one token.
+_GAP_WARNING = 0.1
+
+
+def warnings(scalars: Mapping[str, float]) -> list[str]:
+  """Sentences about a step that need somebody's attention."""
+  found = []
+  if scalars[_TIED] >= _TIED_WARNING:
+    found.append(
+      f'in {scalars[_TIED]:.0%} of the groups all members did alike; tasks of '
+      'middling difficulty or a larger group_size teach more'
+    )
+  if scalars['loss/nonfinite_updates']:
+    found.append(
+      f'{scalars["loss/nonfinite_updates"]:.0f} updates were skipped because '
+      'a gradient was not finite; try a lower learning rate'
+    )
+  elif scalars['loss/skipped_updates']:
+    found.append(
+      f'{scalars["loss/skipped_updates"]:.0f} updates had nothing to learn '
+      'from and were skipped'
+    )
+  if scalars['loss/sampler_gap'] > _GAP_WARNING:
+    found.append(
+      'sampler and learner disagree on a token by '
+      f'{scalars["loss/sampler_gap"]:.3f} nats'
+    )
+  if scalars['rollout/faults']:
+    found.append(
+      f'{scalars["rollout/faults"]:.0f} episodes were lost to faults of the '
+      'environment and left out'
+    )
+  return found
 
 
 class Clock:

@@ -9,6 +9,7 @@ never shows in the result.
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -25,7 +26,16 @@ class StoppedError(Exception):
 
 
 def group_jobs(tasks: Sequence[episodes.Task], group_size: int) -> list[Job]:
-  return [(task, member) for task in tasks for member in range(group_size)]
+  """`group_size` jobs a task; a task given twice is one group, twice as large.
+
+  Members are numbered on, since the same member would draw the same tokens.
+  """
+  seen: collections.Counter[episodes.Task] = collections.Counter()
+  jobs = []
+  for task in tasks:
+    jobs += [(task, seen[task] + i) for i in range(group_size)]
+    seen[task] += group_size
+  return jobs
 
 
 async def collect(
@@ -65,6 +75,10 @@ async def collect(
     slots.put_nowait(slot)
   counts = [0, 0]
 
+  def count_turn() -> None:
+    counts[1] += 1
+    on_progress(*counts)
+
   async def play(task: episodes.Task, member: int) -> episodes.Episode:
     slot = await slots.get()
     try:
@@ -72,7 +86,7 @@ async def collect(
       session = client.session(task, step_limit=max_turns)
       try:
         return await _play_one(
-          session, decoder, slot, fmt, task, member, seed, counts
+          session, decoder, slot, fmt, task, member, seed, count_turn
         )
       except env_client.EnvFault as fault:
         logging.warning('episode of %s dropped: %s', task, fault)
@@ -91,6 +105,7 @@ async def collect(
       await asyncio.sleep(0.2)
     raise StoppedError
 
+  on_progress(*counts)
   playing = asyncio.gather(*(play(task, member) for task, member in jobs))
   others = [asyncio.ensure_future(work) for work in (decoder.run(), watch())]
   try:
@@ -116,7 +131,7 @@ async def _play_one(
   task: episodes.Task,
   member: int,
   seed: tuple[int, ...],
-  counts: list[int],
+  on_turn: Callable[[], None],
 ) -> episodes.Episode:
   seen = await session.reset()
   goal = seen.goal
@@ -134,7 +149,7 @@ async def _play_one(
       break
     key = turn_key(seed, task, member, len(turns))
     response = await decoder.respond(slot, context, key)
-    text, action = fmt.parse(response.ids)
+    text, action, cut = fmt.parse(response.ids, response.truncated)
     after = await session.step(action.text)
     turns.append(
       episodes.Turn(
@@ -147,11 +162,11 @@ async def _play_one(
         reward=after.reward,
         valid=action.valid,
         state_key=state_key(seen.text),
-        truncated=response.truncated,
+        truncated=cut,
       )
     )
     talk.respond(context, turns[-1].response_ids, seen.text, action.text)
-    counts[1] += 1
+    on_turn()
     seen = after
   else:
     ending = seen.ending

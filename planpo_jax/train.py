@@ -94,7 +94,9 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
 
   # Claimed only now: a run that could not start leaves no trace.
   config_lib.claim(workdir, config)
-  terminal.say(f'writing to {workdir}')
+  terminal.say(
+    f'writing to {workdir}; responses end at ids {model.tokenizer.stop_ids}'
+  )
   # Resuming, in this order: the state, then what was written after it goes.
   checkpoints = checkpoint.Checkpoints(
     workdir / 'checkpoints', config.checkpoint.keep
@@ -129,6 +131,13 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
       workdir / 'eval_before.json', lambda: evaluation(0, 'before')
     )
     for step in range(done, steps):
+      # At the head of the loop, so that one that was interrupted is made up
+      # for when the run resumes.
+      if config.eval.every and step and step % config.eval.every == 0:
+        evaluate.remember(
+          workdir / f'eval_{step:06d}.json',
+          functools.partial(evaluation, step, f'{step:06d}'),
+        )
       timers = metrics.Timers()
 
       with timers.measure('rollout'):
@@ -171,6 +180,7 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
           old_logp_BT=score(state.params, rows),
           ref_logp_BT=score(ref_params, rows),
         )
+        jax.block_until_ready(rows)  # So that the timers tell the truth.
 
       with timers.measure('update'):
         reports = []
@@ -197,8 +207,8 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
         played[: config.report.transcripts],
       )
       terminal.say(clock.line(done, steps, scalars, timers))
-      if config.eval.every and done % config.eval.every == 0 and done < steps:
-        evaluation(done, f'{done:06d}')
+      for warning in metrics.warnings(scalars):
+        terminal.say(f'warning: {warning}')
       if stop.requested():
         raise rollout.StoppedError
     after = evaluate.remember(
@@ -210,8 +220,15 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
     terminal.say(
       f'stopped and saved after step {done} of {steps}; the same command goes '
       'on from there'
+      if done
+      else 'stopped before the first step was done; there is nothing to save'
     )
     return 128 + stop.number
+  except (ConnectionError, ValueError):
+    # Between updates the state is whole: what was learnt is worth keeping.
+    if done:
+      checkpoints.save(done, state)
+    raise
   finally:
     writer.close()
     checkpoints.close()

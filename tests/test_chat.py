@@ -51,6 +51,7 @@ ACTIONS = [
   ('<think>t<action>a</action>', True, chat.NO_ACTION, False),
   ('</action>a<action>', False, chat.NO_ACTION, False),
   ('<action>a', False, chat.NO_ACTION, False),
+  ('<action><action>b</action>', False, 'b', True),
   ('<ACTION> Look </ACTION>', False, 'look', True),
   ('<action>a\nb</action>', False, 'a b', True),
 ]
@@ -147,5 +148,21 @@ def test_full_prompt_tells_the_actions_and_needs_thoughts():
 
 
 def test_an_end_token_alone_is_an_invalid_action():
-  text, action = fmt().parse([TOK.im_end])
+  text, action, truncated = fmt().parse([TOK.im_end])
   assert (text, action) == ('', chat.ParsedAction(chat.NO_ACTION, False))
+  assert not truncated
+
+
+@pytest.mark.parametrize(
+  'text,capped,action,truncated',
+  [
+    ('<think>and then I', True, (chat.NO_ACTION, False), True),
+    # Whatever stands after the action was not finished.
+    ('<action>look</action> and', True, (chat.NO_ACTION, False), True),
+    ('<action>look</action>', True, ('look', True), False),
+    ('<action>look</action>', False, ('look', True), False),
+  ],
+)
+def test_capped_responses(text, capped, action, truncated):
+  parsed = fmt().parse(TOK.encode(text), capped)
+  assert parsed == (text, chat.ParsedAction(*action), truncated)

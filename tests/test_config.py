@@ -24,6 +24,7 @@ def smoke():
 def test_every_experiment_and_its_smoke_form_pass(name):
   module = importlib.import_module(f'configs.{name}')
   full = module.get_config()
+  full.model.checkpoint = full.model.checkpoint or 'given on the command line'
   config_lib.check(full, 4)
   tiny = module.get_config('smoke')
   config_lib.check(tiny, 1)
@@ -65,6 +66,8 @@ def test_paper_experiments(name, size, billions):
     ('learner.row_len', 100, ('row_len=100', 'max_context=512', 'row_len=512')),
     ('chat.max_response', 512, ('max_response=512', 'max_context=512')),
     ('sampler.temperature', 0.0, ('temperature=0.0', 'try 1.0')),
+    ('sampler.slots', 5, ('sampler.slots=5', 'env.workers=4', 'workers=5')),
+    ('env.step_timeout_s', 0.0, ('step_timeout_s=0.0', 'try 60')),
     ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
   ],
 )
@@ -81,6 +84,32 @@ def test_refused(key, value, words):
     assert word in str(error.value)
 
 
+def test_real_sizes_do_not_start_from_random_weights():
+  config = importlib.import_module('configs.sciworld_7b').get_config()
+  with pytest.raises(config_lib.ConfigError, match='model.checkpoint'):
+    config_lib.check(config, 4)
+
+
+def test_a_misspelt_key_in_a_file_is_an_error(tmp_path):
+  path = tmp_path / 'mine.py'
+  path.write_text(
+    'from configs import base\n'
+    'def get_config():\n'
+    '  config = base.get_config()\n'
+    '  config.train.group_sise = 4\n'
+    '  return config\n'
+  )
+  done = subprocess.run(
+    [sys.executable, 'launch/train.py', f'--config={path}', '--workdir=x'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert 'group_sise' in done.stderr and 'group_size' in done.stderr
+  assert 'Traceback' not in done.stderr
+
+
 def test_rows_must_divide_over_devices():
   config = smoke()
   config.mesh.fsdp = 8
@@ -91,6 +120,7 @@ def test_rows_must_divide_over_devices():
 
 def test_claim_keeps_a_workdir_to_one_configuration(tmp_path):
   config_lib.claim(tmp_path / 'run', smoke())
+  (tmp_path / 'run' / 'eval_before.json').write_text('{}')
   config_lib.claim(tmp_path / 'run', smoke())
   other = smoke()
   other.optimizer.learning_rate = 0.5
@@ -100,10 +130,19 @@ def test_claim_keeps_a_workdir_to_one_configuration(tmp_path):
   assert '0.5 now' in str(error.value)
 
 
+def test_a_run_that_never_played_leaves_its_workdir_free(tmp_path):
+  config_lib.claim(tmp_path / 'run', smoke())
+  other = smoke()
+  other.optimizer.learning_rate = 0.5
+  config_lib.claim(tmp_path / 'run', other)
+
+
 def test_claim_lets_a_run_move(tmp_path):
   config_lib.claim(tmp_path / 'run', smoke())
+  (tmp_path / 'run' / 'eval_before.json').write_text('{}')
   moved = smoke()
-  moved.env.workers = 1
+  moved.env.workers = 9
+  moved.mesh.fsdp = 1
   moved.env.address = 'localhost:1'
   config_lib.claim(tmp_path / 'run', moved)
 
@@ -119,6 +158,13 @@ def test_options():
   assert config_lib.options('') == ()
   with pytest.raises(config_lib.ConfigError, match='key=value'):
     config_lib.options('easy')
+
+
+def test_an_option_that_is_off_can_be_set():
+  config = base.get_config()
+  assert config.loss.ppo_clip.dual_clip is None
+  config.update_from_flattened_dict({'loss.ppo_clip.dual_clip': 3.0})
+  assert config.loss.ppo_clip.dual_clip == 3.0
 
 
 def test_base_lists_hyperparameters_of_every_method():

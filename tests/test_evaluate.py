@@ -83,3 +83,9 @@ def test_repeats_of_a_task_are_members_of_a_group():
   pool = [episodes.Task('toy', 'test', i, 'a') for i in range(2)]
   jobs = evaluate.jobs(pool, 5)
   assert len(set(jobs)) == 5
+
+
+def test_an_evaluation_of_faults_alone_is_no_result():
+  lost = episode(False, 1, 1, ending=episodes.Ending.FAULT)
+  with pytest.raises(ConnectionError, match='all 2 episodes'):
+    evaluate.summarize([lost, lost])

@@ -73,3 +73,23 @@ def test_a_plain_stream_gets_whole_lines():
 def test_duration():
   assert metrics.duration(61.9) == '1:01'
   assert metrics.duration(3661) == '1:01:01'
+
+
+def test_warnings_name_what_needs_attention():
+  calm = {
+    'advantage/groups_without_outcome_variance': 0.3,
+    'loss/nonfinite_updates': 0.0,
+    'loss/skipped_updates': 0.0,
+    'loss/sampler_gap': 1e-5,
+    'rollout/faults': 0,
+  }
+  assert metrics.warnings(calm) == []
+  for key, value, word in (
+    ('advantage/groups_without_outcome_variance', 0.9, '90%'),
+    ('loss/nonfinite_updates', 2.0, 'learning rate'),
+    ('loss/skipped_updates', 1.0, 'nothing to learn'),
+    ('loss/sampler_gap', 0.5, '0.500'),
+    ('rollout/faults', 3, 'faults'),
+  ):
+    (said,) = metrics.warnings(calm | {key: value})
+    assert word in said

@@ -139,6 +139,12 @@ def test_members_of_a_group_draw_their_own_tokens():
   assert again == played
 
 
+def test_a_task_given_twice_is_one_group_of_other_members():
+  jobs = rollout.group_jobs([TASKS[0], TASKS[1], TASKS[0]], 2)
+  assert [m for t, m in jobs if t == TASKS[0]] == [0, 1, 2, 3]
+  assert len(set(jobs)) == 6
+
+
 def test_keys_name_seed_task_member_and_turn():
   task, other = TASKS[:2]
   keys = {

@@ -215,6 +215,13 @@ def test_a_damaged_checkpoint_is_named(whole, tmp_path):
   assert 'Remove that folder' in str(error.value)
 
 
+def test_the_same_command_corrected_starts_after_a_bad_option(tmp_path):
+  bad = smoke(**{'env.options': 'colour=red', 'train.steps': 1})
+  with pytest.raises(ValueError, match='colour'):
+    run(bad, tmp_path / 'run')
+  assert run(smoke(**{'train.steps': 1}), tmp_path / 'run') == 0
+
+
 def test_unknown_task_type_lists_the_known(tmp_path):
   config = smoke(**{'env.task_types': ('fetchh',)})
   with pytest.raises(ValueError, match='fetchh.*fetch'):

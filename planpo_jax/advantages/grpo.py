@@ -38,7 +38,8 @@ def estimate(
       format, after normalising.
 
   Returns:
-    adv_R: [R] float32, 0 on padding, exactly 0 in groups with one outcome.
+    adv_R: [R] float32, 0 on padding, 0 before the penalty in groups
+      with one outcome.
 
   Raises:
     ValueError: unknown `stat`.

@@ -16,7 +16,6 @@ from configs import base
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = base.get_config()
   config.model.size = 'qwen2.5-1.5b'
-  config.model.tokenizer = 'Qwen/Qwen2.5-1.5B-Instruct'
 
   # AgentGym-RL's ScienceWorld: 23 task types, no simplification, the whole
   # conversation as context, 200 tokens a response.

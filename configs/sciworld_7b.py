@@ -15,7 +15,6 @@ from configs import base, sciworld_1_5b
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = sciworld_1_5b.get_config()
   config.model.size = 'qwen2.5-7b'
-  config.model.tokenizer = 'Qwen/Qwen2.5-7B-Instruct'
   config.mesh.tensor = 4  # 7B has four key/value heads.
   config.env.workers = 64
   config.sampler.slots = 64

@@ -54,6 +54,8 @@ def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
     ValueError: the checkpoint or tokenizer is missing or damaged.
   """
   folder = config.model.checkpoint
+  if folder and (tokenizer_lib.ASSETS / folder).is_dir():
+    folder = str(tokenizer_lib.ASSETS / folder)  # Shipped with the package.
   if folder:
     shape = weights.read_config(folder)
   else:

@@ -84,7 +84,8 @@ def _is_mistake(error: Exception) -> bool:
   frame = error.__traceback__
   while frame.tb_next:
     frame = frame.tb_next
-  return 'planpo_jax' in frame.tb_frame.f_globals.get('__name__', '')
+  module = frame.tb_frame.f_globals.get('__name__', '')
+  return module == '__main__' or module.startswith('planpo_jax')
 
 
 def _keep_compilations() -> None:
@@ -98,7 +99,10 @@ def _flag_mistake(error: Exception) -> str:
   """The sentence for flags that could not be parsed."""
   chosen = [a for a in sys.argv if a.startswith(('--config=', '-config='))]
   if isinstance(error, KeyError | AttributeError) and chosen:
-    config = _load(chosen[-1].split('=', 1)[1])
+    try:
+      config = _load(chosen[-1].split('=', 1)[1])
+    except Exception as own:  # Whatever a user's file may raise.
+      return f'{chosen[-1]}: {" ".join(str(own.args[0]).split())}'
     for match in filter(None, map(_OVERRIDE.match, sys.argv)):
       if not config_lib.has_key(config, match.group(1)):
         return config_lib.unknown_key(match.group(1), config)
@@ -116,7 +120,7 @@ def _load(name: str):
   space: dict = {}
   with open(path) as f:
     exec(compile(f.read(), path, 'exec'), space)  # As config_flags does.
-  return space['get_config'](variant)
+  return space['get_config'](*filter(None, [variant]))
 
 
 def _fail(error: Exception, sentence: str) -> None:

@@ -85,7 +85,7 @@ def test_a_run_leaves_what_the_report_reads(whole):
 def test_timing_changes_nothing(whole, tmp_path):
   """Random latency, other worker and slot use: the same run, bit for bit."""
   config, workdir = whole
-  slow = smoke(**{'env.workers': 3, 'env.server_flags': '--latency-ms=0,30'})
+  slow = smoke(**{'env.workers': 7, 'env.server_flags': '--latency-ms=0,30'})
   assert run(slow, tmp_path / 'slow') == 0
   for name in ('train_000001', 'train_000002', 'train_000003', 'eval_after'):
     name = f'{name}.jsonl'

@@ -115,7 +115,7 @@ def fit(
     mesh: where `params` are.
     epochs: passes over them.
     minibatches: updates an epoch.
-    learning_rate: peak; warmed up over the first epoch, then cosine to 0.
+    learning_rate: peak; warmed up over the first tenth, then cosine to 0.
     context: `conversation` or `window`.
     row_len: tokens of a packed row.
     micro_rows: rows of one forward pass.
@@ -128,7 +128,7 @@ def fit(
   optim = optimizer.make(
     learning_rate,
     schedule='cosine',
-    warmup_steps=minibatches,
+    warmup_steps=epochs * minibatches // 10,
     total_steps=epochs * minibatches,
   )
   logps = functools.partial(qwen2.token_logps, policy, temperature=1.0)

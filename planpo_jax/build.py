@@ -30,6 +30,9 @@ from planpo_jax.models import qwen2
 
 T = TypeVar('T')
 
+# A service that is there answers at once; who mistyped waits no longer.
+_CONNECT_TIMEOUT_S = 15.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -130,7 +133,7 @@ class Environment:
       self.client = env_client.EnvClient(
         address, step_deadline_s=self._config.step_timeout_s
       )
-      self.run(self.client.connect())
+      self.run(self.client.connect(_CONNECT_TIMEOUT_S))
       self.description = self.run(self.client.describe())
       if self.description.name != self._config.name:
         raise config_lib.ConfigError(

@@ -8,7 +8,6 @@ on whatever devices there are. With --config: the weights that training would
 start from.
 """
 
-import json
 import os
 import sys
 
@@ -24,7 +23,9 @@ from planpo_jax import config as config_lib
 _CONFIG = cli.define_config(required=False)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
 _SPLIT = flags.DEFINE_string('split', None, 'Default: config.eval_split.')
-_EPISODES = flags.DEFINE_integer('episodes', None, 'Default: config.eval.')
+_EPISODES = flags.DEFINE_integer(
+  'episodes', None, 'Default: config.eval.episodes.', lower_bound=1
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the table.')
 
 
@@ -39,7 +40,7 @@ def _config(workdir) -> ml_collections.ConfigDict:
       f'{workdir} holds no run: there is no config.json. Give the folder that '
       'launch/train.py was given as --workdir.'
     )
-  config = ml_collections.ConfigDict(json.loads(path.read_text()))
+  config = ml_collections.ConfigDict(config_lib.read(path))
   config.mesh.update({'data': 1, 'fsdp': -1, 'tensor': 1})
   # Rows of an update, of which an evaluation has none.
   config.learner.micro_rows = jax.device_count()
@@ -63,6 +64,10 @@ def main() -> int:
     workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   config = _config(workdir)
   config_lib.check(config, jax.device_count())
+  if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
+    raise FileNotFoundError(
+      f'--output={_OUTPUT.value}: there is no folder to write it to.'
+    )
   split = _SPLIT.value or config.env.eval_split
   count = _EPISODES.value or config.eval.episodes
   terminal = metrics.Terminal()

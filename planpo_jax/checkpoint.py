@@ -80,6 +80,7 @@ class StopSignal:
 
   def __init__(self):
     self.number: int | None = None
+    self._nothing_to_save = True
     self._previous: dict[int, object] = {}
 
   def __enter__(self) -> StopSignal:
@@ -87,11 +88,20 @@ class StopSignal:
       self._previous[number] = signal.signal(number, self._remember)
     return self
 
+  def save_first(self) -> None:
+    """From here on a signal waits for the state to be saved.
+
+    Until then it interrupts at once whatever is being waited for.
+    """
+    self._nothing_to_save = False
+
   def __exit__(self, *unused) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
   def _remember(self, number: int, unused_frame) -> None:
+    if self._nothing_to_save:
+      raise SystemExit(128 + number)
     # A second signal changes nothing: the save under way is short, and an
     # operator who cannot wait has kill -9, which loses no saved step.
     if self.number is None:

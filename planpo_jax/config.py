@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import fcntl
 import json
+import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
 
 import jax
 import ml_collections
@@ -29,6 +33,9 @@ _FREE = (
   'checkpoint.keep',
   'report.transcripts',
 )
+
+
+_LOCK = '.lock'
 
 
 class ConfigError(ValueError):
@@ -70,7 +77,12 @@ def check(
       f'env.workers={config.env.workers} environments can play at a time; try '
       f'env.workers={config.sampler.slots}.'
     )
-  if config.env.step_timeout_s <= 0:
+  if config.env.address and not re.fullmatch(r'.+:\d+', config.env.address):
+    raise ConfigError(
+      f'env.address={config.env.address!r} is not `host:port`; try '
+      'localhost:7777.'
+    )
+  if not 0 < config.env.step_timeout_s < math.inf:
     raise ConfigError(
       f'env.step_timeout_s={config.env.step_timeout_s} must be above 0 '
       'seconds; try 60.'
@@ -186,7 +198,7 @@ def check_workdir(
     raise ConfigError(f'--workdir={workdir} is a file; name a folder.')
   if not path.exists():
     foreign = workdir.exists() and {p.name for p in workdir.iterdir()}
-    if foreign and foreign != {'config.json.part'}:
+    if foreign and not foreign <= {'config.json.part', _LOCK}:
       raise ConfigError(
         f'{workdir} is not empty and holds no run (no config.json); choose '
         'another --workdir.'
@@ -194,7 +206,7 @@ def check_workdir(
     return
   if not _has_results(workdir):
     return  # Whatever was tried there ended before it played anything.
-  theirs = _flatten(json.loads(path.read_text()))
+  theirs = _flatten(read(path))
   ours = _flatten(json.loads(config.to_json()))
   differing = [
     f'{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now'
@@ -216,14 +228,46 @@ def _has_results(workdir: pathlib.Path) -> bool:
   )
 
 
-def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-  """Makes `workdir` the folder of this run, if it is not already."""
+def read(path: pathlib.Path) -> dict[str, Any]:
+  """The configuration that a run keeps in its workdir.
+
+  Raises:
+    ConfigError: the file is damaged.
+  """
+  try:
+    content = json.loads(path.read_text())
+  except ValueError as error:
+    raise ConfigError(f'{path} is damaged ({error}).') from error
+  if not isinstance(content, dict) or 'train' not in content:
+    raise ConfigError(f'{path} is damaged: it holds no configuration.')
+  return content
+
+
+def claim(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> BinaryIO:
+  """Makes `workdir` the folder of this run, if it is not already.
+
+  Returns:
+    A lock, held until it is closed or this process ends, however it ends.
+
+  Raises:
+    ConfigError: see `check_workdir`; or another process trains there.
+  """
   check_workdir(workdir, config)
   workdir.mkdir(parents=True, exist_ok=True)
+  lock = (workdir / _LOCK).open('wb')
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    lock.close()
+    raise ConfigError(
+      f'another process is training in {workdir}; wait for it, stop it, or '
+      'choose another --workdir.'
+    ) from error
   # Renamed into place: a kill here must not leave half a config behind.
   part = workdir / 'config.json.part'
   part.write_text(config.to_json(indent=1, sort_keys=True) + '\n')
   part.rename(workdir / 'config.json')
+  return lock
 
 
 def options(text: str) -> tuple[tuple[str, str], ...]:

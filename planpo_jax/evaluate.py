@@ -155,7 +155,13 @@ def _summarize(played: Sequence[episodes.Episode]) -> Summary:
 def remember(path: pathlib.Path, make: Callable[[], Summary]) -> Summary:
   """The summary kept at `path`, or made now and kept for a resumed run."""
   if path.exists():
-    return Summary.from_json(json.loads(path.read_text()))
+    try:
+      return Summary.from_json(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise ValueError(
+        f'{path} is damaged; an evaluation before training cannot be made up '
+        'for, so choose another --workdir, or restore the file.'
+      ) from error
   made = make()
   part = path.with_suffix('.part')
   part.write_text(json.dumps(made.to_json()))

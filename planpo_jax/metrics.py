@@ -45,11 +45,14 @@ class Writer:
     if not self._path.exists():
       return
     kept = []
-    for line in self._path.read_text().splitlines():
-      with contextlib.suppress(json.JSONDecodeError):  # A half-written line.
+    for line in self._path.read_text(errors='replace').splitlines():
+      # A line that was half written, or is not ours, goes.
+      with contextlib.suppress(ValueError, KeyError, TypeError):
         if json.loads(line)['step'] <= first_step:
           kept.append(line + '\n')
-    self._path.write_text(''.join(kept))
+    part = self._path.with_suffix('.part')
+    part.write_text(''.join(kept))
+    part.rename(self._path)
 
   def write(self, step: int, kind: str, scalars: Mapping[str, float]) -> None:
     """One line for step `step` (steps done); `kind` is train or eval."""

@@ -65,7 +65,12 @@ def load(name: str) -> Tokenizer:
         f'no tokenizer.json in {folder}; a checkpoint folder holds one beside '
         'config.json: copy it there, or name another model.tokenizer.'
       )
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    try:
+      backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing more specific.
+      raise ValueError(
+        f'{path} cannot be read as a tokenizer ({error}); copy it anew.'
+      ) from error
     known = ('tokenizer.json', 'tokenizer_config.json')
     files = tuple(folder / f for f in known if (folder / f).is_file())
     return _wrap(backend, name, files)

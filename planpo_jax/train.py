@@ -93,7 +93,8 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
   )
 
   # Claimed only now: a run that could not start leaves no trace.
-  config_lib.claim(workdir, config)
+  lock = config_lib.claim(workdir, config)
+  stop.save_first()
   terminal.say(
     f'writing to {workdir}; responses end at ids {model.tokenizer.stop_ids}'
   )
@@ -232,6 +233,7 @@ def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
   finally:
     writer.close()
     checkpoints.close()
+    lock.close()
 
   summary = {'before': before, 'after': after}
   split = config.env.eval_split

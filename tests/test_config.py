@@ -68,6 +68,7 @@ def test_paper_experiments(name, size, billions):
     ('sampler.temperature', 0.0, ('temperature=0.0', 'try 1.0')),
     ('sampler.slots', 5, ('sampler.slots=5', 'env.workers=4', 'workers=5')),
     ('env.step_timeout_s', 0.0, ('step_timeout_s=0.0', 'try 60')),
+    ('env.address', 'nonsense', ("'nonsense'", 'host:port')),
     ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
   ],
 )
@@ -119,9 +120,9 @@ def test_rows_must_divide_over_devices():
 
 
 def test_claim_keeps_a_workdir_to_one_configuration(tmp_path):
-  config_lib.claim(tmp_path / 'run', smoke())
+  config_lib.claim(tmp_path / 'run', smoke()).close()
   (tmp_path / 'run' / 'eval_before.json').write_text('{}')
-  config_lib.claim(tmp_path / 'run', smoke())
+  config_lib.claim(tmp_path / 'run', smoke()).close()
   other = smoke()
   other.optimizer.learning_rate = 0.5
   with pytest.raises(config_lib.ConfigError) as error:
@@ -131,14 +132,31 @@ def test_claim_keeps_a_workdir_to_one_configuration(tmp_path):
 
 
 def test_a_run_that_never_played_leaves_its_workdir_free(tmp_path):
-  config_lib.claim(tmp_path / 'run', smoke())
+  config_lib.claim(tmp_path / 'run', smoke()).close()
   other = smoke()
   other.optimizer.learning_rate = 0.5
   config_lib.claim(tmp_path / 'run', other)
 
 
+def test_one_process_at_a_time_trains_in_a_workdir(tmp_path):
+  lock = config_lib.claim(tmp_path / 'run', smoke())
+  with pytest.raises(config_lib.ConfigError, match='another process'):
+    config_lib.claim(tmp_path / 'run', smoke())
+  lock.close()
+  config_lib.claim(tmp_path / 'run', smoke()).close()
+
+
+@pytest.mark.parametrize('content', ['{"a": ', '[1]', '{}'])
+def test_a_damaged_config_is_named(tmp_path, content):
+  config_lib.claim(tmp_path / 'run', smoke()).close()
+  (tmp_path / 'run' / 'eval_before.json').write_text('{}')
+  (tmp_path / 'run' / 'config.json').write_text(content)
+  with pytest.raises(config_lib.ConfigError, match='config.json is damaged'):
+    config_lib.check_workdir(tmp_path / 'run', smoke())
+
+
 def test_claim_lets_a_run_move(tmp_path):
-  config_lib.claim(tmp_path / 'run', smoke())
+  config_lib.claim(tmp_path / 'run', smoke()).close()
   (tmp_path / 'run' / 'eval_before.json').write_text('{}')
   moved = smoke()
   moved.env.workers = 9

@@ -89,3 +89,10 @@ def test_an_evaluation_of_faults_alone_is_no_result():
   lost = episode(False, 1, 1, ending=episodes.Ending.FAULT)
   with pytest.raises(ConnectionError, match='all 2 episodes'):
     evaluate.summarize([lost, lost])
+
+
+def test_a_damaged_summary_is_named(tmp_path):
+  path = tmp_path / 'eval_before.json'
+  path.write_text('{"episodes": 12')
+  with pytest.raises(ValueError, match='eval_before.json is damaged'):
+    evaluate.remember(path, lambda: None)

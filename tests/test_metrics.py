@@ -13,6 +13,7 @@ def test_lines_after_the_resumed_step_are_dropped(tmp_path):
     writer.write(step, 'train', {'a': step})
   writer.close()
   with (tmp_path / 'metrics.jsonl').open('a') as f:
+    f.write('[1]\n{"a": 1}\n')  # Not ours.
     f.write('{"step": 1, "cut')  # Killed while writing.
   writer = metrics.Writer(tmp_path, 2)
   writer.write(3, 'train', {'a': 30})

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -303,3 +304,18 @@ def test_a_damaged_model_checkpoint_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match='nowhere'):
     run(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_signal_before_there_is_anything_to_save_ends_at_once(tmp_path):
+  server = socket.create_server(('127.0.0.1', 0))  # Listens, never answers.
+  address = f'127.0.0.1:{server.getsockname()[1]}'
+  process = start(tmp_path / 'run', f'--config.env.address={address}')
+  while 'connecting' not in process.stderr.readline():
+    assert process.poll() is None
+  time.sleep(0.5)
+  process.send_signal(signal.SIGINT)
+  _, errors = process.communicate(timeout=10)
+  assert process.returncode == 130
+  assert 'Traceback' not in errors
+  assert not (tmp_path / 'run').exists()
+  server.close()

@@ -41,9 +41,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.chat.max_response = 200  # Tokens of one response.
 
   config.model = ml_collections.ConfigDict()
-  # Folder with config.json and safetensors, or the name of a shipped one
-  # (planpo_jax/assets); empty starts from random weights,
-  # which makes sense for nano only and is refused for other sizes.
+  # Folder with config.json and safetensors, the name of a shipped one
+  # (planpo_jax/assets), or a hub name such as Qwen/Qwen2.5-1.5B-Instruct;
+  # empty starts from random weights, which makes sense for nano only and is
+  # refused for other sizes.
   config.model.checkpoint = ''
   config.model.size = 'qwen2.5-1.5b'  # Shape when there is no checkpoint.
   # `nano`, a folder, or a hub name; empty takes the checkpoint's.

@@ -137,9 +137,13 @@ def main() -> int:
     )
 
     # What was written is what is measured: bfloat16 weights, read back.
-    model = dataclasses.replace(
-      model, params=weights.load(output, model.policy)
+    params = weights.load(
+      output,
+      model.policy,
+      param_dtype=config.model.param_dtype,
+      shardings=jax.tree.map(lambda x: x.sharding, model.params),
     )
+    model = dataclasses.replace(model, params=params)
     player.set_params(model.params)
     played = player.play(
       'evaluation',

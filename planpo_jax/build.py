@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import pathlib
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -49,27 +50,55 @@ class Model:
   tokenizer: tokenizer_lib.Tokenizer
 
 
-def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
-  """Loads `model.checkpoint`, or draws weights of `model.size` from the seed.
+@dataclasses.dataclass(frozen=True)
+class Network:
+  """What a configuration says of the model, before any weight is read.
+
+  Attributes:
+    policy: graph definition and shapes.
+    tokenizer: text <-> ids.
+    folder: of the checkpoint; None if there is none.
+  """
+
+  policy: qwen2.Policy
+  tokenizer: tokenizer_lib.Tokenizer
+  folder: pathlib.Path | None
+
+
+def network(config: ml_collections.ConfigDict) -> Network:
+  """Finds `model.checkpoint`, or takes the shape `model.size`.
 
   Raises:
-    config_lib.ConfigError: the tokenizer has more ids than the model has rows.
-    ValueError: the checkpoint or tokenizer is missing or damaged.
+    config_lib.ConfigError: a type is unknown; the tokenizer has more ids than
+      the model has rows; contexts are longer than the model allows.
+    FileNotFoundError, ValueError: the checkpoint or tokenizer is missing or
+      damaged, or the hub does not give it.
   """
-  folder = config.model.checkpoint
-  if folder and (tokenizer_lib.ASSETS / folder).is_dir():
-    folder = str(tokenizer_lib.ASSETS / folder)  # Shipped with the package.
-  if folder:
+  for key in ('dtype', 'param_dtype'):
+    if config.model[key] not in weights.DTYPES:
+      raise config_lib.ConfigError(
+        f'model.{key}={config.model[key]!r} must be one of '
+        f'{", ".join(weights.DTYPES)}.'
+      )
+  folder, name = None, config.model.tokenizer
+  if config.model.checkpoint:
+    folder = weights.resolve(config.model.checkpoint)
     shape = weights.read_config(folder)
+    name = name or str(folder)
   else:
     shape = qwen2.SIZES[config.model.size]
+  if config.chat.max_context > shape.max_positions:
+    raise config_lib.ConfigError(
+      f'chat.max_context={config.chat.max_context} must not exceed the '
+      f'{shape.max_positions} positions that the model allows; try '
+      f'--config.chat.max_context={shape.max_positions}.'
+    )
   shape = dataclasses.replace(
     shape,
     dtype=config.model.dtype,
     param_dtype=config.model.param_dtype,
     remat=config.model.remat,
   )
-  name = config.model.tokenizer or folder
   if not name:
     raise config_lib.ConfigError(
       'model.tokenizer is empty and there is no model.checkpoint to take it '
@@ -82,11 +111,21 @@ def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
       f'only {shape.vocab_size} embedding rows; use the tokenizer of the '
       'checkpoint.'
     )
-  policy = qwen2.create(shape, tokenizer.num_tokens)
+  return Network(qwen2.create(shape, tokenizer.num_tokens), tokenizer, folder)
+
+
+def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
+  """Loads `model.checkpoint`, or draws weights of `model.size` from the seed.
+
+  Raises:
+    config_lib.ConfigError, FileNotFoundError, ValueError: see `network`.
+  """
+  found = network(config)
+  policy = found.policy
   shardings = sharding.param_shardings(mesh, qwen2.abstract_params(policy))
-  if folder:
+  if found.folder:
     params = weights.load(
-      folder,
+      found.folder,
       policy,
       param_dtype=config.model.param_dtype,
       shardings=shardings,
@@ -97,7 +136,7 @@ def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
       lambda key: qwen2.init_params(policy, key), out_shardings=shardings
     )
     params = init(key)
-  return Model(policy, params, tokenizer)
+  return Model(policy, params, found.tokenizer)
 
 
 class Environment:

@@ -19,7 +19,8 @@ CONTEXTS = ('conversation', 'window')
 NO_ACTION = 'invalid'
 
 # What the policy is told, by name (`config.chat.prompt`). `brief` suits a
-# policy that learnt the game from demonstrations; `full` explains it.
+# policy that learnt the game from demonstrations; `full` explains it. Where
+# nothing is told, the system message is that of the checkpoint's template.
 PROMPTS = {
   'brief': '',
   'full': (
@@ -194,7 +195,11 @@ class Chat:
     system = PROMPTS[self._fmt.prompt].format(
       action_format=self._fmt.action_format
     )
-    return self._fmt.message('system', system) if system else []
+    if not system:
+      # The template of the checkpoint would put its own here, and the model
+      # was tuned with it.
+      system = self._fmt.tokenizer.system
+    return [] if system is None else self._fmt.message('system', system)
 
   def _appended(self, observation: str) -> list[int]:
     if not self._turns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import signal
 import sys
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,6 +38,9 @@ class Checkpoints:
   def latest_step(self) -> int | None:
     return self._manager.latest_step()
 
+  def steps(self) -> list[int]:
+    return sorted(self._manager.all_steps())
+
   def save(self, step: int, state: State) -> None:
     """Writes `state` as step `step`, unless that step is there already."""
     if self._manager.latest_step() == step:
@@ -58,14 +61,57 @@ class Checkpoints:
         step, args=ocp.args.StandardRestore(abstract)
       )
     except Exception as error:
-      # orbax and tensorstore raise many types for a damaged file.
-      reason = str(error).strip().splitlines()
-      raise CheckpointError(
-        f'the checkpoint {self._folder / str(step)} cannot be read '
-        f'({type(error).__name__}: {reason[0] if reason else "no message"}). '
-        'Remove that folder to resume from the step before it, or choose '
-        'another --workdir.'
-      ) from error
+      raise self._unreadable(step, error) from error
+
+  def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+    # orbax and tensorstore raise many types for a damaged file.
+    reason = str(error).strip().splitlines()
+    return CheckpointError(
+      f'the checkpoint {self._folder / str(step)} cannot be read '
+      f'({type(error).__name__}: {reason[0] if reason else "no message"}). '
+      'Remove that folder to go on from the step before it, or choose '
+      'another --workdir.'
+    )
+
+  def param_names(self, step: int) -> frozenset[str]:
+    """Paths of the params of a step, such as `blocks/00/attention/w_q_NHD`.
+
+    Raises:
+      CheckpointError: as for `restore_params`.
+    """
+    try:
+      found = ocp.PyTreeCheckpointer().metadata(self._item(step))
+      params = found.item_metadata.tree['params']
+      paths = jax.tree_util.tree_flatten_with_path(params)[0]
+      return frozenset('/'.join(key.key for key in path) for path, _ in paths)
+    except Exception as error:
+      raise self._unreadable(step, error) from error
+
+  def restore_params(self, step: int, like: Any) -> Any:
+    """The params of a step without the state of the optimizer.
+
+    Args:
+      step: one of `steps`.
+      like: arrays, or their shapes with shardings, in the tree of the params.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or of another shape.
+    """
+    item = {'params': jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+    try:
+      return ocp.PyTreeCheckpointer().restore(
+        self._item(step),
+        ocp.args.PyTreeRestore(
+          item,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+          partial_restore=True,
+        ),
+      )['params']
+    except Exception as error:
+      raise self._unreadable(step, error) from error
+
+  def _item(self, step: int) -> pathlib.Path:
+    return self._folder.absolute() / str(step) / 'default'
 
   def close(self) -> None:
     self._manager.close()

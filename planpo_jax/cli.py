@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
@@ -39,8 +39,12 @@ def define_config(*, required: bool = True) -> flags.FlagHolder:
   )
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(
+  main: Callable[[], int | None], *, commands: Sequence[str] = ()
+) -> None:
   """Parses the flags, runs `main` and exits with its code.
+
+  With `commands` the first argument must be one of them.
 
   Mistakes of the user end with one sentence and code 2. Whatever else goes
   wrong keeps its traceback; PLANPO_TRACEBACK=1 keeps it for mistakes too.
@@ -50,7 +54,8 @@ def run(main: Callable[[], int | None]) -> None:
   )
   try:
     rest = flags.FLAGS(sys.argv)
-    config = flags.FLAGS['config'].value
+    # An entry point need not define it.
+    config = flags.FLAGS['config'].value if 'config' in flags.FLAGS else None
     if config is not None:
       # A file that is missing shows only when the value is used.
       _ = config.is_locked
@@ -62,6 +67,10 @@ def run(main: Callable[[], int | None]) -> None:
     _fail(error, _flag_mistake(error))
   _keep_compilations()
   try:
+    if commands and (not rest[1:] or rest.pop(1) not in commands):
+      raise config_lib.ConfigError(
+        f'the first argument must be a command: {", ".join(commands)}.'
+      )
     if rest[1:]:
       raise config_lib.ConfigError(
         f'{rest[1]!r} is not a flag; flags start with --.'

@@ -91,7 +91,7 @@ class _Slots:
 
 def sample(
   logits_BV: jax.Array, uniform_B: jax.Array, temperature: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
   """Ids drawn from softmax(logits) by inverse CDF; argmax at temperature 0.
 
   One uniform number a row and a search in two levels: over sums of blocks,
@@ -103,14 +103,18 @@ def sample(
     temperature: scalar; only whether it is 0 matters here.
 
   Returns:
-    int32 [B].
+    id_B, int32, and its log-probability logp_B, float32 nats.
   """
   rows, vocab = logits_BV.shape
   blocks = -(-vocab // _SEARCH_BLOCK)
-  weights_BV = jnp.exp(logits_BV - logits_BV.max(axis=-1, keepdims=True))
+  max_B = logits_BV.max(axis=-1)
+  # One pass of exponentials serves the search and the log-probability.
+  weights_BV = jnp.exp(logits_BV - max_B[:, None])
   weights_BJI = jnp.pad(
     weights_BV, ((0, 0), (0, blocks * _SEARCH_BLOCK - vocab))
   ).reshape(rows, blocks, _SEARCH_BLOCK)
+  sums_BJ = weights_BJI.sum(axis=-1)
+  total_B = sums_BJ.sum(axis=-1)
 
   def search(weights_BX, target_B):
     """First index whose cumulative weight exceeds the target, and before."""
@@ -123,15 +127,22 @@ def sample(
     before_BX = jnp.pad(cdf_BX[:, :-1], ((0, 0), (1, 0)))
     return index_B, jnp.take_along_axis(before_BX, index_B[:, None], 1)[:, 0]
 
-  sums_BJ = weights_BJI.sum(axis=-1)
-  target_B = uniform_B * sums_BJ.sum(axis=-1)
-  block_B, before_B = search(sums_BJ, target_B)
-  weights_BI = jnp.take_along_axis(weights_BJI, block_B[:, None, None], 1)[:, 0]
-  inside_B, _ = search(weights_BI, target_B - before_B)
-  drawn_B = block_B * _SEARCH_BLOCK + inside_B
-  return jnp.where(
-    temperature > 0, drawn_B, jnp.argmax(logits_BV, axis=-1)
-  ).astype(jnp.int32)
+  def draw():
+    target_B = uniform_B * total_B
+    block_B, before_B = search(sums_BJ, target_B)
+    weights_BI = jnp.take_along_axis(
+      weights_BJI, block_B[:, None, None], 1
+    )[:, 0]
+    inside_B, _ = search(weights_BI, target_B - before_B)
+    return (block_B * _SEARCH_BLOCK + inside_B).astype(jnp.int32)
+
+  def best():
+    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+  # A branch, because argmax over the vocabulary costs more than the search.
+  id_B = jax.lax.cond(temperature > 0, draw, best)
+  logit_B = jnp.take_along_axis(logits_BV, id_B[:, None], axis=-1)[:, 0]
+  return id_B, logit_B - max_B - jnp.log(total_B)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -167,9 +178,7 @@ def _decode(policy, params, cache, slots, stop_V, temperature, max_steps):
         jax.random.fold_in(jax.random.wrap_key_data(key), i)
       )
     )(slots.key_B2, slots.made_B)
-    id_B = sample(logits_BV, uniform_B, temperature)
-    logit_B = jnp.take_along_axis(logits_BV, id_B[:, None], axis=-1)[:, 0]
-    logp_B = logit_B - jax.nn.logsumexp(logits_BV, axis=-1)
+    id_B, logp_B = sample(logits_BV, uniform_B, temperature)
     made_B = slots.made_B + count_B
     # Rows that are not armed get values too; `submit` replaces them.
     slots = _Slots(
@@ -269,8 +278,7 @@ class Sampler:
     self._cache = policy.init_cache(slots, cache_len)
     if mesh is not None:
       self._cache = jax.device_put(
-        self._cache,
-        sharding.cache_sharding(mesh, policy.config.num_kv_heads),
+        self._cache, sharding.cache_shardings(mesh, self._cache)
       )
     self._slots = _Slots(
       token_B=np.zeros(slots, np.int32),

@@ -9,28 +9,31 @@ after these placements.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'tensor')
 
-# By name of the param, an axis (or None) for each of its dimensions. A name
-# without a rule (norms, which are small) is replicated.
+# By name of the param, an axis (or None) for each of its dimensions; a leading
+# dimension of layers is never split. A name without a rule (norms, which are
+# small) is replicated.
 _PARAM_RULES = {
   'embedding_VD': ('tensor', 'fsdp'),
-  'head_DV': ('fsdp', 'tensor'),
-  'w_q_DNH': ('fsdp', 'tensor', None),
-  'w_k_DKH': ('fsdp', 'tensor', None),
-  'w_v_DKH': ('fsdp', 'tensor', None),
+  'head_VD': ('tensor', 'fsdp'),
+  'w_q_NHD': ('tensor', None, 'fsdp'),
+  'w_k_KHD': ('tensor', None, 'fsdp'),
+  'w_v_KHD': ('tensor', None, 'fsdp'),
   'b_q_NH': ('tensor', None),
   'b_k_KH': ('tensor', None),
   'b_v_KH': ('tensor', None),
-  'w_o_NHD': ('tensor', None, 'fsdp'),
-  'w_gate_DF': ('fsdp', 'tensor'),
-  'w_up_DF': ('fsdp', 'tensor'),
-  'w_down_FD': ('tensor', 'fsdp'),
+  'w_o_DNH': ('fsdp', 'tensor', None),
+  'w_gate_FD': ('tensor', 'fsdp'),
+  'w_up_FD': ('tensor', 'fsdp'),
+  'w_down_DF': ('fsdp', 'tensor'),
 }
 
 
@@ -57,6 +60,25 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
   return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def check_heads(mesh: Mesh, num_heads: int) -> None:
+  """Raises ValueError if the query heads cannot be split over `tensor`.
+
+  Key/value heads may be fewer than its devices: they are then replicated.
+  """
+  tensor = mesh.shape['tensor']
+  if num_heads % tensor:
+    works = [
+      str(size)
+      for size in range(1, mesh.size + 1)
+      if mesh.size % size == 0 and num_heads % size == 0
+    ]
+    raise ValueError(
+      f'mesh.tensor={tensor} must divide the {num_heads} query heads of the '
+      f'model; on {mesh.size} devices mesh.tensor may be {", ".join(works)} '
+      '(and mesh.fsdp=-1 takes the rest).'
+    )
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """The whole array on every device."""
   return NamedSharding(mesh, PartitionSpec())
@@ -67,10 +89,26 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
-def cache_sharding(mesh: Mesh, num_kv_heads: int) -> NamedSharding:
-  """Splits the second dimension, K, over `tensor` where it divides."""
-  spec = _divisible(mesh, (None, 'tensor'), (1, num_kv_heads))
-  return NamedSharding(mesh, spec)
+def cache_shardings(mesh: Mesh, cache: Any) -> Any:
+  """Splits K, the third dimension from the end, over `tensor` if it divides."""
+
+  def place(leaf):
+    rule = (None,) * (leaf.ndim - 3) + ('tensor',)
+    return NamedSharding(mesh, _divisible(mesh, rule, leaf.shape))
+
+  return jax.tree.map(place, cache)
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+  """Keeps the rows (leading dimension) split over `data` and `fsdp`.
+
+  Without it the compiler may gather activations where it should gather
+  weights. No effect without a mesh (`jax.set_mesh`), or when rows are too few.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or x.shape[0] % (mesh.shape['data'] * mesh.shape['fsdp']):
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(('data', 'fsdp')))
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:
@@ -91,7 +129,8 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
   def place(path, leaf):
     name = path[-1].key if hasattr(path[-1], 'key') else None
     rule = _PARAM_RULES.get(name, ())
-    return NamedSharding(mesh, _divisible(mesh, rule, leaf.shape))
+    stacked = (None,) * (leaf.ndim - len(rule)) if rule else ()
+    return NamedSharding(mesh, _divisible(mesh, stacked + rule, leaf.shape))
 
   return jax.tree_util.tree_map_with_path(place, params)
 
@@ -137,3 +176,73 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
 def micro_sharding(mesh: Mesh) -> NamedSharding:
   """For [blocks, rows, T]: the rows of each block split."""
   return NamedSharding(mesh, PartitionSpec(None, ('data', 'fsdp')))
+
+
+def map_heads(
+  attend: Callable[..., jax.Array],
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_ids_BT: jax.Array,
+) -> jax.Array:
+  """Attention on each device over its own rows and query heads.
+
+  For kernels that the compiler cannot partition. Rows are split over `data`
+  and `fsdp`, query heads over `tensor`, and key/value heads as well where
+  they divide; else each device takes those that its query heads read.
+
+  Args:
+    attend: maps the arguments below to [B, T, N, H] on one device; query head
+      n reads key/value head n // (N / K) of those it is given.
+    q_BTNH: queries.
+    k_BTKH: keys.
+    v_BTKH: values.
+    segment_ids_BT: int32.
+
+  Returns:
+    [B, T, N, H]. Without a mesh (`jax.set_mesh`) or on one device, `attend`
+    of the whole.
+
+  Raises:
+    ValueError: rows or query heads do not divide among the devices.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  rows, _, heads, _ = q_BTNH.shape
+  kv_heads = k_BTKH.shape[2]
+  places = mesh.shape['data'] * mesh.shape['fsdp']
+  tensor = mesh.shape['tensor']
+  if rows % places:
+    raise ValueError(
+      f'attention over {rows} rows must divide over data x fsdp = {places} '
+      f'devices; try {-(-rows // places) * places} rows.'
+    )
+  if heads % tensor:
+    raise ValueError(
+      f'{heads} query heads must divide over tensor={tensor} devices; '
+      f'try tensor={math.gcd(heads, tensor)}.'
+    )
+  split = kv_heads % tensor == 0
+  local = heads // tensor
+  group = heads // kv_heads
+  # Query heads that lie on one device and read one key/value head.
+  run = math.gcd(local, group)
+
+  def attend_local(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+    if not split:
+      first = jax.lax.axis_index('tensor') * local
+      index = (first + jnp.arange(0, local, run)) // group
+      k_BTKH, v_BTKH = (jnp.take(x, index, axis=2) for x in (k_BTKH, v_BTKH))
+    return attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+
+  rows_spec = PartitionSpec(('data', 'fsdp'))
+  q_spec = PartitionSpec(('data', 'fsdp'), None, 'tensor')
+  kv_spec = q_spec if split else rows_spec
+  return jax.shard_map(
+    attend_local,
+    in_specs=(q_spec, kv_spec, kv_spec, rows_spec),
+    out_specs=q_spec,
+    # Kernels do not tell over which axes their outputs vary.
+    check_vma=False,
+  )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)

@@ -83,26 +83,31 @@ def _reference_logits(config, params, tokens):
 
   x = p['embedding_VD'][tokens]
   for i in range(config.num_layers):
-    block = p['blocks'][f'{i:02d}']
+    block = (
+      jax.tree.map(lambda x, i=i: x[i], p['blocks'])
+      if config.scan_layers
+      else p['blocks'][f'{i:02d}']
+    )
     w, ff = block['attention'], block['feed_forward']
     y = norm(x, block['attention_norm_D'])
     out = np.zeros_like(x)
     for n in range(config.num_heads):
       kv = n // (config.num_heads // config.num_kv_heads)
-      q = rotate(y @ w['w_q_DNH'][:, n] + w['b_q_NH'][n])
-      k = rotate(y @ w['w_k_DKH'][:, kv] + w['b_k_KH'][kv])
-      v = y @ w['w_v_DKH'][:, kv] + w['b_v_KH'][kv]
+      q = rotate(y @ w['w_q_NHD'][n].T + w['b_q_NH'][n])
+      k = rotate(y @ w['w_k_KHD'][kv].T + w['b_k_KH'][kv])
+      v = y @ w['w_v_KHD'][kv].T + w['b_v_KH'][kv]
       scores = q @ k.T / np.sqrt(config.head_dim)
       scores[np.triu_indices(length, 1)] = -np.inf
       probs = np.exp(scores - scores.max(-1, keepdims=True))
-      out += probs / probs.sum(-1, keepdims=True) @ v @ w['w_o_NHD'][n]
+      out += probs / probs.sum(-1, keepdims=True) @ v @ w['w_o_DNH'][:, n].T
     x = x + out
     y = norm(x, block['feed_forward_norm_D'])
-    gate = y @ ff['w_gate_DF']
-    x = x + gate / (1 + np.exp(-gate)) * (y @ ff['w_up_DF']) @ ff['w_down_FD']
+    gate = y @ ff['w_gate_FD'].T
+    up = y @ ff['w_up_FD'].T
+    x = x + gate / (1 + np.exp(-gate)) * up @ ff['w_down_DF'].T
   x = norm(x, p['final_norm_D'])
   tied = config.tie_word_embeddings
-  return x @ (p['embedding_VD'].T if tied else p['head_DV'])
+  return x @ p['embedding_VD' if tied else 'head_VD'].T
 
 
 @pytest.mark.parametrize(
@@ -111,8 +116,16 @@ def _reference_logits(config, params, tokens):
     {},
     {'num_kv_heads': 1, 'tie_word_embeddings': False},
     {'num_kv_heads': 4, 'remat': True},
+    {'scan_layers': True},
+    {'scan_layers': True, 'remat': True, 'tie_word_embeddings': False},
   ],
-  ids=['grouped-tied', 'one-kv-head-untied', 'all-kv-heads-remat'],
+  ids=[
+    'grouped-tied',
+    'one-kv-head-untied',
+    'all-kv-heads-remat',
+    'scanned',
+    'scanned-untied-remat',
+  ],
 )
 def test_logits_equal_a_plain_implementation(changes):
   policy, params = _policy(num_tokens=40, **changes)
@@ -120,15 +133,24 @@ def test_logits_equal_a_plain_implementation(changes):
   logits = logits_of(policy, params, tokens, *_whole_rows(tokens))
   for row in range(2):
     expected = _reference_logits(policy.config, params, tokens[row])
-    np.testing.assert_allclose(logits[row], expected, atol=1e-4, rtol=1e-4)
+    # The rows that fill up the embedding are no ids.
+    np.testing.assert_allclose(
+      logits[row, :, :40], expected[:, :40], atol=1e-4, rtol=1e-4
+    )
+    assert np.all(logits[row, :, 40:] < -1e20)
 
 
-def test_cached_forward_equals_the_full_one_across_pieces():
-  policy, params = _policy()
+@pytest.mark.parametrize('scan', [False, True], ids=['unrolled', 'scanned'])
+def test_cached_forward_equals_the_full_one_across_pieces(scan):
+  policy, params = _policy(scan_layers=scan)
   tokens = _tokens(3, 400)
   full = hidden_of(policy, params, tokens, *_whole_rows(tokens))
   cache = policy.init_cache(5, 400)
-  assert len(cache) == 2 and len(cache[0]) == 3
+  # Per layer, or the pieces of all layers stacked.
+  if scan:
+    assert len(cache) == 3 and cache[0][0].shape == (2, 5, 2, 6, 128)
+  else:
+    assert len(cache) == 2 and len(cache[0]) == 3
   for row, first_row in ((2, 1), (0, 3), (1, 0)):
     start = 0
     # Uneven calls, padded to one length, across the borders at 128 and 256.
@@ -329,7 +351,7 @@ def test_init_follows_the_key_and_its_distribution():
   assert not np.allclose(one['embedding_VD'], other['embedding_VD'])
   block = one['blocks']['01']['attention']
   assert not np.allclose(
-    block['w_q_DNH'], one['blocks']['00']['attention']['w_q_DNH']
+    block['w_q_NHD'], one['blocks']['00']['attention']['w_q_NHD']
   )
   assert abs(np.std(one['embedding_VD']) - 0.02) < 0.002
   assert not np.any(block['b_q_NH'])
@@ -351,7 +373,7 @@ def test_published_sizes_have_their_number_of_params(name, billions):
   shapes = jax.eval_shape(lambda key: qwen2.init_params(policy, key), KEY)
   count = sum(x.size for x in jax.tree.leaves(shapes))
   assert round(count / 1e9, 3) == billions
-  assert ('head_DV' in shapes) == (name == 'qwen2.5-7b')
+  assert ('head_VD' in shapes) == (name == 'qwen2.5-7b')
 
 
 def test_policies_of_equal_shape_are_one_static_argument():

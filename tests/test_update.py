@@ -38,7 +38,7 @@ def bigram_logps(params, tokens_BT, positions_BT, segment_ids_BT):
   """Compiles fast, where what is tested is the sum, not the network."""
   del positions_BT, segment_ids_BT
   hidden_BTD = params['embedding_VD'][jnp.roll(tokens_BT, 1, 1)]
-  all_BTV = jax.nn.log_softmax(hidden_BTD @ params['head_DV'])
+  all_BTV = jax.nn.log_softmax(hidden_BTD @ params['head_VD'].T)
   logp_BT = jnp.take_along_axis(all_BTV, tokens_BT[..., None], 2)[..., 0]
   return logp_BT, -(jnp.exp(all_BTV) * all_BTV).sum(-1)
 
@@ -47,7 +47,7 @@ def run_bigram(batch, micro_rows, place=lambda params: params, **micro):
   rng = np.random.default_rng(0)
   weights = {
     'embedding_VD': rng.normal(size=(40, 8)).astype(np.float32),
-    'head_DV': rng.normal(size=(8, 40)).astype(np.float32),
+    'head_VD': rng.normal(size=(40, 8)).astype(np.float32),
   }
   step = update.make_update(
     bigram_logps, LOSS, OPTIMIZER, micro_rows=micro_rows, **micro
@@ -312,6 +312,6 @@ many = t.run_bigram(
   functools.partial(sharding.shard_params, mesh),
   micro_sharding=sharding.micro_sharding(mesh),
 )
-assert len(many[0].params['head_DV'].sharding.device_set) == 8
+assert len(many[0].params['head_VD'].sharding.device_set) == 8
 t.assert_same_update(t.run_bigram(batch, 4), many)
 """

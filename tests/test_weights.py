@@ -1,4 +1,7 @@
-"""weights.py against checkpoints written by hand and a numpy reference."""
+"""weights.py against checkpoints written by hand and a numpy reference.
+
+Files that were written are compared with those of transformers, byte by byte.
+"""
 
 import dataclasses
 import functools
@@ -14,8 +17,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
+import transformers
 
-from planpo_jax import weights
+from planpo_jax import tokenizer, weights
 from planpo_jax.models import qwen2
 
 # Heads, kv heads, head size, width and rows all differ, and heads x head size
@@ -31,6 +36,7 @@ UNTIED = qwen2.Qwen2Config(
   tie_word_embeddings=False,
   rope_theta=5e3,
   rms_norm_eps=1e-5,
+  max_positions=777,
 )
 TIED = dataclasses.replace(UNTIED, tie_word_embeddings=True)
 
@@ -75,12 +81,16 @@ def abstract_params(config):
 
 
 def params_of(config, dtype='float32'):
-  """Random everywhere: biases and norms too."""
+  """Random everywhere: biases and norms too; 0 past the vocabulary."""
   rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda leaf: jnp.array(rng.normal(0.5, 0.3, leaf.shape).astype(dtype)),
-    abstract_params(config),
-  )
+
+  def draw(leaf):
+    value = rng.normal(0.5, 0.3, leaf.shape)
+    if leaf.shape[0] == config.embedding_rows:
+      value[config.vocab_size :] = 0
+    return jnp.array(value.astype(dtype))
+
+  return jax.tree.map(draw, abstract_params(config))
 
 
 def assert_equal(actual, expected):
@@ -144,6 +154,7 @@ def hf_config(config):
     'num_key_value_heads': config.num_kv_heads,
     'head_dim': config.head_dim,
     'rms_norm_eps': config.rms_norm_eps,
+    'max_position_embeddings': config.max_positions,
     'rope_theta': config.rope_theta,
     'tie_word_embeddings': config.tie_word_embeddings,
   }
@@ -173,6 +184,28 @@ def write_sharded(folder, config, tensors):
   index = {'metadata': {'total_size': 0}, 'weight_map': weight_map}
   (folder / 'model.safetensors.index.json').write_text(json.dumps(index))
   return folder
+
+
+def contents(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def run_python(program, devices=1, **variables):
+  root = pathlib.Path(__file__).resolve().parents[1]
+  done = subprocess.run(
+    [sys.executable, '-c', program],
+    env={
+      **os.environ,
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_NUM_CPU_DEVICES': str(devices),
+      'PYTHONPATH': str(root),
+      **variables,
+    },
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
 
 
 def reference_logits(config, tensors, ids):
@@ -302,7 +335,15 @@ def test_read_config_defaults_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'model_type': 'llama'}, "model_type is 'llama'"),
+    (
+      {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']},
+      "LlamaForCausalLM, model_type 'llama'",
+    ),
+    (
+      {'architectures': ['Qwen2ForSequenceClassification']},
+      'another architecture .Qwen2ForSequenceClassification',
+    ),
+    ({'max_position_embeddings': '32k'}, "max_position_embeddings is '32k'"),
     ({'rope_scaling': {'type': 'yarn', 'factor': 4.0}}, "type 'yarn'"),
     (
       {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 1e6}},
@@ -340,8 +381,8 @@ def test_bfloat16_is_exact(tmp_path):
     params = weights.load(folder, policy, param_dtype=dtype)
     assert params['final_norm_D'].dtype == dtype
     assert params['final_norm_D'][:3].tolist() == [1.0, -2.5, 3.140625]
-    up = np.asarray(params['blocks']['01']['feed_forward']['w_up_DF'])
-    stored = tensors['model.layers.1.mlp.up_proj.weight'].T
+    up = np.asarray(params['blocks']['01']['feed_forward']['w_up_FD'])
+    stored = tensors['model.layers.1.mlp.up_proj.weight']
     assert up.tobytes() == stored.astype(up.dtype).tobytes()
 
 
@@ -357,15 +398,7 @@ def test_no_second_framework_is_imported(tmp_path):
     'weights.load(folder, qwen2.create(config, 40))\n'
     'print(sorted({"torch", "tensorflow", "transformers"} & set(sys.modules)))'
   )
-  root = pathlib.Path(__file__).resolve().parents[1]
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(root)},
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert done.stdout.strip() == '[]'
+  assert run_python(program).strip() == '[]'
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
@@ -454,11 +487,10 @@ def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
   policy, params = policy_of(TIED), params_of(TIED)
   weights.save(folder, policy, params, dtype='float32')
 
-  def fail(tensors, path, metadata):
-    pathlib.Path(path).write_bytes(b'half')
+  def fail(descriptor):
     raise OSError('disk is full')
 
-  monkeypatch.setattr(safetensors.numpy, 'save_file', fail)
+  monkeypatch.setattr(os, 'fsync', fail)
   for target in (folder, tmp_path / 'new'):
     with pytest.raises(OSError, match='disk is full'):
       weights.save(target, policy, jax.tree.map(jnp.zeros_like, params))
@@ -502,7 +534,7 @@ def test_save_refuses_bad_arguments(tmp_path):
     (ValueError, 'not finite in float16', {'dtype': 'float16'}, wide),
     (ValueError, 'model.norm.weight', {}, nan),
     (ValueError, r'final_norm_D.*\(23,\).*\(24,\)', {}, short),
-    (ValueError, 'head_DV.* in only one', {}, params_of(UNTIED)),
+    (ValueError, 'head_VD.* in only one', {}, params_of(UNTIED)),
   ):
     with pytest.raises(error, match=message):
       weights.save(folder, policy, given, **arguments)
@@ -674,7 +706,7 @@ parts = weights.load(folder, policy, shardings=shardings)
 for x, y, s in zip(*map(jax.tree.leaves, (whole, parts, shardings))):
   assert y.sharding == s
   np.testing.assert_array_equal(x, y)
-assert parts['head_DV'].addressable_shards[0].data.shape == (12, 25)
+assert parts['head_VD'].addressable_shards[0].data.shape == (64, 12)
 weights.save(folder + '2', policy, parts, dtype='float32')
 again = weights.load(folder + '2', policy)
 jax.tree.map(np.testing.assert_array_equal, whole, again)
@@ -683,16 +715,383 @@ step = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
 new = step(parts)
 jax.tree.map(lambda x, y: np.testing.assert_array_equal(x + 1, y), whole, new)
 """
-  root = pathlib.Path(__file__).resolve().parents[1]
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    env={
-      **os.environ,
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': '4',
-      'PYTHONPATH': str(root),
-    },
-    capture_output=True,
-    text=True,
+  run_python(program, devices=4)
+
+
+def scanned(config):
+  return dataclasses.replace(config, scan_layers=True)
+
+
+@pytest.mark.parametrize('config', [TIED, UNTIED], ids=['tied', 'untied'])
+def test_stacked_layers_hold_the_same(tmp_path, config):
+  folder = write_sharded(tmp_path / 'hf', config, stored_tensors(config))
+  params = weights.load(folder, policy_of(config))
+  stacked = weights.load(folder, policy_of(scanned(config)))
+  layers = [params['blocks'][f'{i:02d}'] for i in range(config.num_layers)]
+  expected = {
+    **params,
+    'blocks': jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),
+  }
+  assert_equal(stacked, expected)
+  names = weights.tensor_shapes(policy_of(config))
+  assert weights.tensor_shapes(policy_of(scanned(config))) == names
+  for dtype in ('float32', 'bfloat16'):
+    for name, kind, value in (
+      ('a', config, params),
+      ('b', scanned(config), stacked),
+    ):
+      weights.save(tmp_path / name, policy_of(kind), value, dtype=dtype)
+    assert contents(tmp_path / 'a') == contents(tmp_path / 'b')
+
+
+def test_spare_rows_are_zero_and_are_not_saved(tmp_path):
+  # MOD-01: 50 rows in the checkpoint, 45 ids, 128 rows in params.
+  tensors = stored_tensors(UNTIED)
+  folder = write_single(tmp_path / 'hf', UNTIED, tensors)
+  params = weights.load(folder, policy_of(UNTIED))
+  for name, stored in (
+    ('embedding_VD', 'model.embed_tokens.weight'),
+    ('head_VD', 'lm_head.weight'),
+  ):
+    value = np.asarray(params[name])
+    assert value.shape == (128, 24)
+    np.testing.assert_array_equal(value[:50], tensors[stored])
+    assert not value[50:].any()
+    params[name] = params[name].at[50:].set(7.0)
+  weights.save(tmp_path / 'out', policy_of(UNTIED), params, dtype='float32')
+  saved = safetensors.numpy.load_file(tmp_path / 'out' / 'model.safetensors')
+  assert (
+    saved['lm_head.weight'].tobytes() == tensors['lm_head.weight'].tobytes()
   )
-  assert done.returncode == 0, done.stderr
+
+
+def test_pieces_make_no_difference(tmp_path, monkeypatch):
+  tensors = stored_tensors(TIED)
+  head = {'lm_head.weight': tensors['model.embed_tokens.weight'].copy()}
+  folder = write_single(tmp_path / 'hf', TIED, tensors | head)
+  policy = policy_of(TIED)
+  whole = weights.load(folder, policy, param_dtype='bfloat16')
+  weights.save(tmp_path / 'whole', policy, whole, dtype='float16')
+  # Some rows, not even one row, and a last piece that is shorter.
+  monkeypatch.setattr(weights, '_PIECE_BYTES', 700)
+  pieces = weights.load(folder, policy, param_dtype='bfloat16')
+  assert_equal(pieces, whole)
+  weights.save(tmp_path / 'pieces', policy, pieces, dtype='float16')
+  assert contents(tmp_path / 'pieces') == contents(tmp_path / 'whole')
+  head['lm_head.weight'][-1, -1] += 1
+  write_single(folder, TIED, tensors | head)
+  with pytest.raises(ValueError, match='lm_head.weight differs'):
+    weights.load(folder, policy)
+
+
+def write_by_transformers(folder, config, dtype, max_shard_size):
+  """Random weights, with files that stand beside them on the hub."""
+  torch.manual_seed(0)
+  model = transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(**(hf_config(config) | {'dtype': dtype}))
+  )
+  for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, 0.5, 0.3)
+  model.to(getattr(torch, dtype))
+  model.generation_config.eos_token_id = [7, 3]
+  model.generation_config.repetition_penalty = 1.05
+  model.save_pretrained(folder, max_shard_size=max_shard_size)
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    content = (tokenizer.ASSETS / 'nano_sciworld' / name).read_bytes()
+    (folder / name).write_bytes(content)
+  (folder / 'chat_template.jinja').write_text('{{ messages }}')
+  return folder
+
+
+@pytest.mark.parametrize('max_shard_size', ['5GB', '20KB'])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
+@pytest.mark.parametrize('config', [TIED, UNTIED], ids=['tied', 'untied'])
+def test_import_then_export_keeps_every_byte(
+  tmp_path, config, dtype, max_shard_size
+):
+  folder = write_by_transformers(tmp_path / 'hf', config, dtype, max_shard_size)
+  expected = contents(folder)
+  assert ('model.safetensors' in expected) == (max_shard_size == '5GB')
+  assert weights.stored_dtype(folder) == dtype
+  for kind, param_dtype in (
+    (config, dtype),
+    (config, 'float32'),
+    (scanned(config), dtype),
+  ):
+    params = weights.load(folder, policy_of(kind), param_dtype=param_dtype)
+    for given in (None, dtype):
+      written = weights.save(
+        tmp_path / 'out', policy_of(kind), params, dtype=given, like=folder
+      )
+      assert contents(tmp_path / 'out') == expected
+      assert {path.name for path in written} == set(expected)
+  # Without the folder to go by, the weights are laid out the same.
+  size = {'5GB': 5e9, '20KB': 20e3}[max_shard_size]
+  weights.save(
+    tmp_path / 'new',
+    policy_of(config),
+    weights.load(folder, policy_of(config), param_dtype=dtype),
+    dtype=dtype,
+    max_shard_bytes=size,
+  )
+  for name, content in contents(tmp_path / 'new').items():
+    if 'safetensors' in name:
+      assert content == expected[name]
+  assert len(contents(tmp_path / 'new')) == len(expected) - 3
+
+
+def test_unusual_files_are_kept_too(tmp_path):
+  """Several types in a file, a repeated tied head, metadata, own names."""
+  tensors = stored_tensors(TIED)
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
+  for name, tensor in tensors.items():
+    kind = np.float32 if 'norm' in name else ml_dtypes.bfloat16
+    tensors[name] = tensor.astype(kind)
+  folder = tmp_path / 'hf'
+  folder.mkdir()
+  (folder / 'config.json').write_text(json.dumps(hf_config(TIED)))
+  names = sorted(tensors)
+  weight_map = {
+    name: f'part_{i % 2}.safetensors' for i, name in enumerate(names)
+  }
+  for file in ('part_0.safetensors', 'part_1.safetensors'):
+    part = {n: tensors[n] for n in names if weight_map[n] == file}
+    safetensors.numpy.save_file(part, folder / file, {'made': 'by "hand"'})
+  (folder / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': weight_map})
+  )
+  assert weights.stored_dtype(folder) == 'float32'
+  policy = policy_of(TIED)
+  params = weights.load(folder, policy)
+  weights.save(tmp_path / 'out', policy, params, like=folder)
+  assert contents(tmp_path / 'out') == contents(folder)
+  # A second time over the first.
+  weights.save(tmp_path / 'out', policy, params, like=folder)
+  assert contents(tmp_path / 'out') == contents(folder)
+  # In one file: the types stay, the repeated head goes.
+  weights.save(
+    tmp_path / 'one', policy, params, like=folder, max_shard_bytes=1e9
+  )
+  one = safetensors.numpy.load_file(tmp_path / 'one' / 'model.safetensors')
+  tensors.pop('lm_head.weight')
+  assert {n: (t.dtype, t.tobytes()) for n, t in one.items()} == {
+    n: (t.dtype, t.tobytes()) for n, t in tensors.items()
+  }
+
+
+def test_like_in_another_type(tmp_path):
+  folder = write_by_transformers(tmp_path / 'hf', TIED, 'bfloat16', '20KB')
+  policy = policy_of(TIED)
+  params = weights.load(folder, policy)
+  weights.save(tmp_path / 'out', policy, params, dtype='float32', like=folder)
+  before, after = contents(folder), contents(tmp_path / 'out')
+  assert {n for n in after if n not in before} == {'model.safetensors'}
+  for name in after:
+    if name not in ('config.json', 'model.safetensors'):
+      assert after[name] == before[name]
+  assert after['config.json'] == before['config.json'].replace(
+    b'bfloat16', b'float32'
+  )
+  assert_equal(weights.load(tmp_path / 'out', policy), params)
+  # End ids and tokenizer files that are given take the place of those there.
+  mine = tmp_path / 'tokenizer.json'
+  mine.write_text('{}')
+  weights.save(
+    tmp_path / 'mine',
+    policy,
+    params,
+    like=folder,
+    eos_ids=[5],
+    tokenizer_files=[mine],
+  )
+  after = contents(tmp_path / 'mine')
+  generation = json.loads(after['generation_config.json'])
+  assert generation['eos_token_id'] == [5]
+  assert generation['repetition_penalty'] == 1.05
+  assert json.loads(after['config.json'])['eos_token_id'] == [5]
+  assert after['tokenizer.json'] == b'{}'
+  assert 'chat_template.jinja' not in after
+
+
+def test_like_is_refused(tmp_path):
+  folder = write_single(tmp_path / 'hf', TIED, stored_tensors(TIED))
+  before = contents(folder)
+  params = params_of(TIED)
+  policy = policy_of(TIED)
+  for error, message, target, given in (
+    (ValueError, 'is the checkpoint', folder, {'like': folder}),
+    (FileNotFoundError, 'not a folder', tmp_path / 'x', {'like': 'gone'}),
+    (ValueError, 'max_shard_bytes=0', tmp_path / 'x', {'max_shard_bytes': 0}),
+  ):
+    with pytest.raises(error, match=message):
+      weights.save(target, policy, params, **given)
+  with pytest.raises(ValueError, match='tie_word_embeddings True in the'):
+    weights.save(
+      tmp_path / 'x', policy_of(UNTIED), params_of(UNTIED), like=folder
+    )
+  assert contents(folder) == before
+  assert [path.name for path in tmp_path.iterdir()] == ['hf']
+
+
+def test_a_shard_outside_of_the_folder_is_refused(tmp_path):
+  folder = write_sharded(tmp_path / 'hf', TIED, stored_tensors(TIED))
+  path = folder / 'model.safetensors.index.json'
+  path.write_text(path.read_text().replace(SHARDS[1], f'../{SHARDS[1]}'))
+  (folder / SHARDS[1]).rename(tmp_path / SHARDS[1])
+  with pytest.raises(ValueError, match=f'lists ../{SHARDS[1]}.*beside'):
+    weights.load(folder, policy_of(TIED))
+
+
+def test_on_eight_devices_every_byte_is_kept(tmp_path):
+  folder = write_by_transformers(tmp_path / 'hf', UNTIED, 'bfloat16', '20KB')
+  run_python(
+    f"""
+import dataclasses, pathlib, jax, numpy as np
+from planpo_jax import sharding, weights
+from planpo_jax.models import qwen2
+folder = pathlib.Path({str(folder)!r})
+for scan in (False, True):
+  config = dataclasses.replace(weights.read_config(folder), scan_layers=scan)
+  policy = qwen2.create(config, 45)
+  whole = weights.load(folder, policy)
+  for sizes in ((1, 2, 4),) if scan else ((1, 8, 1), (2, 2, 2)):
+    mesh = sharding.make_mesh(*sizes)
+    places = sharding.param_shardings(mesh, qwen2.abstract_params(policy))
+    params = weights.load(folder, policy, shardings=places)
+    for x, y, s in zip(*map(jax.tree.leaves, (whole, params, places))):
+      assert y.sharding == s
+      np.testing.assert_array_equal(x, y)
+    out = folder.with_name(f'out_{{scan}}_{{sizes}}')
+    weights.save(out, policy, params, like=folder)
+    for path in folder.iterdir():
+      assert (out / path.name).read_bytes() == path.read_bytes(), path
+    assert len(list(out.iterdir())) == len(list(folder.iterdir()))
+""",
+    devices=8,
+  )
+
+
+# 4 MB tensors: 407 MB in float32.
+WIDE = qwen2.Qwen2Config(
+  vocab_size=2048,
+  hidden_size=512,
+  intermediate_size=2048,
+  num_layers=24,
+  num_heads=8,
+  num_kv_heads=8,
+  head_dim=64,
+  tie_word_embeddings=True,
+)
+
+MEASURE = """
+import ctypes, dataclasses, gc, jax
+from planpo_jax import sharding, weights
+from planpo_jax.models import qwen2
+
+def memory(key):
+  for line in open('/proc/self/status'):
+    if line.startswith(key):
+      return int(line.split()[1]) * 1024
+
+def prepare(folder):
+  config = dataclasses.replace(weights.read_config(folder), scan_layers=SCAN)
+  policy = qwen2.create(config, config.vocab_size)
+  weights.tensor_shapes(policy)
+  mesh = sharding.make_mesh(1, jax.device_count(), 1)
+  places = sharding.param_shardings(mesh, qwen2.abstract_params(policy))
+  return policy, places
+
+policy, places = prepare(SMALL)
+weights.load(SMALL, policy, shardings=places)
+policy, places = prepare(FOLDER)
+# Neither what stays allocated from the first time, by the compiler above all,
+# nor what was freed and would be used again.
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+before = memory('VmRSS')
+params = weights.load(FOLDER, policy, shardings=places)
+peak = memory('VmHWM') - before
+shards = [s.data for x in jax.tree.leaves(params) for s in x.addressable_shards]
+share = sum(x.nbytes for x in shards)
+largest = 4 * max(a * b for a, *b in
+                  weights.tensor_shapes(policy).values() for b in b or [1])
+print(peak, share, largest)
+"""
+
+
+@pytest.fixture(scope='module')
+def wide(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('wide')
+  for name, config in (
+    ('small', dataclasses.replace(WIDE, num_layers=1)),
+    ('wide', WIDE),
+  ):
+    shapes = weights.tensor_shapes(policy_of(config))
+    tensors = {n: np.ones(s, ml_dtypes.bfloat16) for n, s in shapes.items()}
+    write_single(folder / name, config, tensors)
+  return folder
+
+
+@pytest.mark.parametrize('scan', [False, True])
+@pytest.mark.parametrize('devices', [1, 8])
+def test_peak_memory_of_loading(wide, devices, scan):
+  """At most the params, a tenth of them and the largest tensor."""
+  program = (
+    MEASURE.replace('SCAN', str(scan))
+    .replace('FOLDER', repr(str(wide / 'wide')))
+    .replace('SMALL', repr(str(wide / 'small')))
+  )
+  peak, share, largest = map(int, run_python(program, devices).split())
+  assert largest == 4 * 512 * 2048
+  assert 407e6 < share < 440e6
+  assert 0.95 * share < peak <= 1.1 * share + largest
+
+
+def hub_cache(home, name, files):
+  """A cache folder as huggingface_hub leaves it after a download."""
+  model = home / 'hub' / f'models--{name.replace("/", "--")}'
+  commit = '0123456789abcdef0123456789abcdef01234567'
+  snapshot = model / 'snapshots' / commit
+  for folder in (model / 'refs', model / 'blobs', snapshot):
+    folder.mkdir(parents=True)
+  (model / 'refs' / 'main').write_text(commit)
+  for i, path in enumerate(files):
+    (model / 'blobs' / str(i)).write_bytes(path.read_bytes())
+    (snapshot / path.name).symlink_to(f'../../blobs/{i}')
+  return snapshot
+
+
+def test_hub_names(tmp_path):
+  folder = write_sharded(tmp_path / 'hf', TIED, stored_tensors(TIED))
+  snapshot = hub_cache(tmp_path / 'home', 'some-one/Tiny.1', folder.iterdir())
+  program = """
+import sys
+from planpo_jax import weights
+from planpo_jax.models import qwen2
+found = weights.resolve('some-one/Tiny.1')
+print(found)
+weights.load(found, qwen2.create(weights.read_config(found), 45))
+try:
+  weights.resolve('some-one/Other')
+except ValueError as error:
+  print(error)
+"""
+  printed = run_python(
+    program, HF_HOME=str(tmp_path / 'home'), HF_HUB_OFFLINE='1'
+  ).splitlines()
+  assert printed[0] == str(snapshot)
+  assert len(printed) == 2
+  assert printed[1].startswith('some-one/Other is no folder on this machine')
+  assert 'hf download some-one/Other --local-dir DIR' in printed[1]
+
+
+def test_names_that_need_no_hub(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'owner' / 'name').mkdir(parents=True)
+  assert weights.resolve('owner/name') == pathlib.Path('owner/name')
+  assert weights.resolve(tmp_path) == tmp_path
+  shipped = weights.resolve('nano_sciworld')
+  assert weights.read_config(shipped).vocab_size == 1024
+  for name in ('gone', '/gone/away', './gone/away', 'a/b/c'):
+    with pytest.raises(FileNotFoundError, match='give the folder of a'):
+      weights.resolve(name)

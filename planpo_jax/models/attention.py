@@ -9,6 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from planpo_jax import sharding
+from planpo_jax.models import splash
+
+# By platform: any, TPU, NVIDIA GPU.
+KERNELS = ('xla', 'splash', 'cudnn')
+
 # Keys [rows, K, H, S] and values [rows, K, S, H] of adjacent positions: both
 # are then read as plain matrix products, without a transposed copy.
 CachePiece = tuple[jax.Array, jax.Array]
@@ -31,18 +37,71 @@ def attend(
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
   segment_ids_BT: jax.Array,
+  *,
+  kernel: str = 'xla',
 ) -> jax.Array:
   """Causal attention within equal segment ids of packed rows.
+
+  Under a mesh (`jax.set_mesh`) the kernels other than 'xla' run on each
+  device over its own rows and heads; 'xla' is partitioned by the compiler.
 
   Args:
     q_BTNH: queries, rotary applied.
     k_BTKH: keys, rotary applied; K divides N.
     v_BTKH: values.
     segment_ids_BT: int32; positions of different ids never see each other.
+      Id 0 is padding: finite, without meaning.
+    kernel: one of `KERNELS`: 'xla' runs everywhere, 'splash' on TPU, 'cudnn'
+      on NVIDIA GPUs and in 16 bits only.
 
   Returns:
     [B, T, N, H] in the type of `v_BTKH`.
+
+  Raises:
+    ValueError: unknown kernel, or inputs that it does not take.
   """
+  if kernel not in KERNELS:
+    raise ValueError(
+      f'attention kernel {kernel!r} is unknown; use one of '
+      f'{", ".join(KERNELS)}.'
+    )
+  if kernel == 'xla':
+    return _attend_xla(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+  return sharding.map_heads(
+    splash.attend if kernel == 'splash' else _attend_cudnn,
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    segment_ids_BT,
+  )
+
+
+def _attend_cudnn(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+  """Flash attention of cuDNN; the segments become a mask [B, 1, T, T]."""
+  if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+    raise ValueError(
+      f"attention kernel 'cudnn' takes bfloat16 or float16, not "
+      f"{q_BTNH.dtype}; compute in bfloat16 or use the kernel 'xla'."
+    )
+  length = q_BTNH.shape[1]
+  # Its backward pass with a mask needs an even length.
+  tail = (0, length % 2)
+  q_BTNH, k_BTKH, v_BTKH = (
+    jnp.pad(x, ((0, 0), tail, (0, 0), (0, 0))) for x in (q_BTNH, k_BTKH, v_BTKH)
+  )
+  ids_BT = jnp.pad(segment_ids_BT, ((0, 0), tail))
+  out_BTNH = jax.nn.dot_product_attention(
+    q_BTNH,
+    k_BTKH,
+    v_BTKH,
+    mask=(ids_BT[:, :, None] == ids_BT[:, None, :])[:, None],
+    is_causal=True,
+    implementation='cudnn',
+  )
+  return out_BTNH[:, :length]
+
+
+def _attend_xla(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
   batch, length, heads, head_dim = q_BTNH.shape
   kv_heads = k_BTKH.shape[2]
   q_BKGTH = q_BTNH.reshape(batch, length, kv_heads, -1, head_dim).transpose(
@@ -96,14 +155,27 @@ def _attend_block(q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT, segment_ids_BS):
 
 
 def init_cache(
-  rows: int, length: int, num_kv_heads: int, head_dim: int, dtype: str
+  rows: int,
+  length: int,
+  num_kv_heads: int,
+  head_dim: int,
+  dtype: str,
+  layers: int | None = None,
 ) -> LayerCache:
-  """An empty cache of at least `length` positions for one layer.
+  """An empty cache of at least `length` positions, for one layer.
+
+  With `layers`, for so many: every array gets a leading axis L, and the
+  functions below take the index of the layer they work on.
+
+  `dtype` may be uint16: the cache then holds the bits of bfloat16, because
+  XLA's CPU compiler writes into an array of bfloat16 by converting all of it
+  to float32 and back.
 
   Each piece is as long as all before it, so that a few pieces cover any
   length and reading stops within twice what is filled. Pieces are arrays of
   their own because slicing one large array would copy what is read.
   """
+  stack = () if layers is None else (layers,)
   pieces = []
   start = 0
   while start < length:
@@ -111,8 +183,8 @@ def init_cache(
     size = -(-size // _FIRST_PIECE) * _FIRST_PIECE
     pieces.append(
       (
-        jnp.zeros((rows, num_kv_heads, head_dim, size), dtype),
-        jnp.zeros((rows, num_kv_heads, size, head_dim), dtype),
+        jnp.zeros((*stack, rows, num_kv_heads, head_dim, size), dtype),
+        jnp.zeros((*stack, rows, num_kv_heads, size, head_dim), dtype),
       )
     )
     start += size
@@ -125,19 +197,25 @@ def write_cache(
   v_BTKH: jax.Array,
   first_row: jax.Array,
   positions_BT: jax.Array,
+  layer: jax.Array | None = None,
 ) -> LayerCache:
   """Stores keys and values; positions below 0 are dropped."""
+  if cache[0][0].dtype == jnp.uint16:
+    k_BTKH, v_BTKH = (
+      jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (k_BTKH, v_BTKH)
+    )
   rows_B1 = first_row + jnp.arange(positions_BT.shape[0])[:, None]
+  where = (rows_B1,) if layer is None else (layer, rows_B1)
   start = 0
   written = []
   for k_cache, v_cache in cache:
-    size = v_cache.shape[2]
+    size = v_cache.shape[-2]
     inside_BT = (positions_BT >= start) & (positions_BT < start + size)
     index_BT = jnp.where(inside_BT, positions_BT - start, size)
     written.append(
       (
-        k_cache.at[rows_B1, :, :, index_BT].set(k_BTKH, mode='drop'),
-        v_cache.at[rows_B1, :, index_BT].set(v_BTKH, mode='drop'),
+        k_cache.at[*where, :, :, index_BT].set(k_BTKH, mode='drop'),
+        v_cache.at[*where, :, index_BT].set(v_BTKH, mode='drop'),
       )
     )
     start += size
@@ -150,6 +228,7 @@ def attend_cache(
   positions_BT: jax.Array,
   first_row: jax.Array,
   filled: jax.Array,
+  layer: jax.Array | None = None,
 ) -> jax.Array:
   """Attention of new tokens over cached ones, themselves included.
 
@@ -165,12 +244,13 @@ def attend_cache(
       own.
     first_row: cache row of the first of the B rows, which are adjacent.
     filled: int32; pieces that start there or later are not read.
+    layer: which one, if the cache holds several.
 
   Returns:
-    [B, T, N, H] in the type of the cache.
+    [B, T, N, H] in the type of the queries.
   """
   batch, queries, heads, head_dim = q_BTNH.shape
-  kv_heads = cache[0][0].shape[1]
+  kv_heads = cache[0][0].shape[-3]
   groups = heads // kv_heads
   # [B, K, Q, H] with Q = T x G: one matrix product per row and K/V head.
   q_BKQH = (
@@ -183,9 +263,7 @@ def attend_cache(
 
   def read(carry, piece, start):
     max_BKQ, sum_BKQ, out_BKQH = carry
-    k_BKHS, v_BKSH = (
-      jax.lax.dynamic_slice_in_dim(x, first_row, batch) for x in piece
-    )
+    k_BKHS, v_BKSH = (_rows_of(x, layer, first_row, batch) for x in piece)
     scores_BKQS = jnp.einsum(
       'BKQH,BKHS->BKQS', q_BKQH, k_BKHS, preferred_element_type=jnp.float32
     )
@@ -216,7 +294,7 @@ def attend_cache(
   # Every query sees position 0, so the first piece makes the maximum real;
   # from there on a masked score weighs exp(-1e30 - max) = 0.
   carry = read(carry, cache[0], 0)
-  start = cache[0][1].shape[2]
+  start = cache[0][1].shape[-2]
   for piece in cache[1:]:
     carry = jax.lax.cond(
       start < filled,
@@ -225,11 +303,23 @@ def attend_cache(
       carry,
       piece,
     )
-    start += piece[1].shape[2]
+    start += piece[1].shape[-2]
   _, sum_BKQ, out_BKQH = carry
-  out_BKQH = (out_BKQH / sum_BKQ[..., None]).astype(cache[0][1].dtype)
+  out_BKQH = (out_BKQH / sum_BKQ[..., None]).astype(q_BTNH.dtype)
   return (
     out_BKQH.reshape(batch, kv_heads, queries, groups, head_dim)
     .transpose(0, 2, 1, 3, 4)
     .reshape(batch, queries, heads, head_dim)
   )
+
+
+def _rows_of(x, layer, first_row, rows):
+  """Adjacent rows of an array of the cache, and of one layer of it."""
+  if layer is None:
+    cut = jax.lax.dynamic_slice_in_dim(x, first_row, rows)
+  else:
+    shape = (1, rows, *x.shape[2:])
+    cut = jax.lax.dynamic_slice(x, (layer, first_row, 0, 0, 0), shape)[0]
+  if cut.dtype == jnp.uint16:
+    cut = jax.lax.bitcast_convert_type(cut, jnp.bfloat16)
+  return cut

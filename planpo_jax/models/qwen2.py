@@ -9,6 +9,7 @@ compute type.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,12 +17,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from planpo_jax.models import attention
+from planpo_jax import sharding
+from planpo_jax.models import attention, linear
 
 # A nested dict of arrays, named as the attributes of the modules below.
 Params = dict[str, Any]
-# One entry a layer.
-Cache = tuple[attention.LayerCache, ...]
+# One entry a layer, or one for all with a leading axis L if they are scanned.
+Cache = tuple[attention.LayerCache, ...] | attention.LayerCache
+
+# Rows of the embedding are a multiple of this.
+_ROW_MULTIPLE = 128
 
 # Logit of an id that must never be sampled; finite, so that p * logp is 0.
 _NEVER = -1e30
@@ -32,7 +37,7 @@ class Qwen2Config:
   """Shapes and numerics of one Qwen2.5 network.
 
   Attributes:
-    vocab_size: rows of the embedding, spare rows included.
+    vocab_size: rows of the embedding in a checkpoint, spare rows included.
     hidden_size: width of the residual stream (D).
     intermediate_size: width of the feed-forward layer (F).
     num_layers: number of blocks (L).
@@ -42,9 +47,15 @@ class Qwen2Config:
     tie_word_embeddings: the head is the transposed embedding.
     rope_theta: base of the rotary frequencies.
     rms_norm_eps: added to the mean square.
+    max_positions: longest context the network was made for, tokens.
     dtype: type of the matrix products and of the cache.
     param_dtype: type in which params are kept.
     remat: recompute each block in the backward pass (less memory).
+    scan_layers: True for TPU and GPU: the params of all blocks are stacked and
+      one block is compiled and scanned. False for CPU: the blocks are
+      unrolled, each with its own arrays, and products take the form that is
+      native there (see linear.py). `for_platform` chooses.
+    attention: kernel of the packed form, one of `attention.KERNELS`.
   """
 
   vocab_size: int
@@ -57,9 +68,12 @@ class Qwen2Config:
   tie_word_embeddings: bool
   rope_theta: float = 1e6
   rms_norm_eps: float = 1e-6
+  max_positions: int = 32768
   dtype: str = 'float32'
   param_dtype: str = 'float32'
   remat: bool = False
+  scan_layers: bool = False
+  attention: str = 'xla'
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -72,6 +86,29 @@ class Qwen2Config:
         f'head_dim={self.head_dim} must be even, rotary positions turn pairs; '
         f'try {self.head_dim + 1}.'
       )
+
+  @property
+  def embedding_rows(self) -> int:
+    """`vocab_size` rounded up, so that rows divide over any tensor axis.
+
+    The same on every mesh, so a training checkpoint fits all of them.
+    """
+    return -(-self.vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def for_platform(config: Qwen2Config, platform: str) -> Qwen2Config:
+  """The same network in the form that suits `cpu`, `gpu` or `tpu`."""
+  kernels = {'cpu': 'xla', 'gpu': 'cudnn', 'tpu': 'splash'}
+  if platform not in kernels:
+    raise ValueError(
+      f'platform {platform!r} is unknown; known: {", ".join(kernels)}.'
+    )
+  kernel = kernels[platform]
+  if platform == 'gpu' and config.dtype == 'float32':
+    kernel = 'xla'  # cuDNN has attention in 16 bits only.
+  return dataclasses.replace(
+    config, scan_layers=platform != 'cpu', attention=kernel
+  )
 
 
 SIZES: dict[str, Qwen2Config] = {
@@ -136,20 +173,38 @@ class _Initializer:
   takes XLA's CPU compiler half a second.
   """
 
-  def __init__(self, config: Qwen2Config, key: jax.Array, size: int):
+  def __init__(
+    self, config: Qwen2Config, key: jax.Array, size: int, layers: int | None
+  ):
+    """`layers` params of each shape are stacked; None makes one, unstacked."""
     self._dtype = config.param_dtype
-    self._pool = 0.02 * jax.random.normal(key, (size,), self._dtype)
+    self._stack = () if layers is None else (layers,)
+    self._pool = 0.02 * jax.random.normal(
+      key, (*self._stack, size), self._dtype
+    )
     self._used = 0
 
   def normal(self, *shape: int) -> nnx.Param:
     start, self._used = self._used, self._used + math.prod(shape)
-    return nnx.Param(self._pool[start : self._used].reshape(shape))
+    cut = self._pool[..., start : self._used]
+    return nnx.Param(cut.reshape(*self._stack, *shape))
 
   def zeros(self, *shape: int) -> nnx.Param:
-    return nnx.Param(jnp.zeros(shape, self._dtype))
+    return nnx.Param(jnp.zeros((*self._stack, *shape), self._dtype))
 
   def ones(self, *shape: int) -> nnx.Param:
-    return nnx.Param(jnp.ones(shape, self._dtype))
+    return nnx.Param(jnp.ones((*self._stack, *shape), self._dtype))
+
+
+def _layer_names(num_layers: int) -> list[str]:
+  return [f'{i:02d}' for i in range(num_layers)]
+
+
+def _linear(config: Qwen2Config):
+  """linear.linear with the compute type and the form of `config`."""
+  return functools.partial(
+    linear.linear, dtype=config.dtype, on_cpu=not config.scan_layers
+  )
 
 
 def _rms_norm(x_BTD, scale_D, eps):
@@ -185,29 +240,28 @@ class Attention(nnx.Module):
       config.num_kv_heads,
       config.head_dim,
     )
-    self.dtype = config.dtype
-    self.w_q_DNH = init.normal(D, N, H)
+    self.linear = _linear(config)
+    self.w_q_NHD = init.normal(N, H, D)
     self.b_q_NH = init.zeros(N, H)
-    self.w_k_DKH = init.normal(D, K, H)
+    self.w_k_KHD = init.normal(K, H, D)
     self.b_k_KH = init.zeros(K, H)
-    self.w_v_DKH = init.normal(D, K, H)
+    self.w_v_KHD = init.normal(K, H, D)
     self.b_v_KH = init.zeros(K, H)
-    self.w_o_NHD = init.normal(N, H, D)
+    self.w_o_DNH = init.normal(D, N, H)
 
   def project(self, x_BTD, rotary):
     """Queries, keys and values; rotary applied to the first two."""
 
-    def linear(w_DNH, b_NH):
-      y_BTNH = jnp.einsum('BTD,DNH->BTNH', x_BTD, w_DNH[...].astype(self.dtype))
-      return y_BTNH + b_NH[...].astype(self.dtype)
+    def heads(w_NHD, b_NH):
+      y_BTNH = self.linear(x_BTD, w_NHD[...], 1)
+      return y_BTNH + b_NH[...].astype(y_BTNH.dtype)
 
-    q_BTNH = _rotate(linear(self.w_q_DNH, self.b_q_NH), rotary)
-    k_BTKH = _rotate(linear(self.w_k_DKH, self.b_k_KH), rotary)
-    return q_BTNH, k_BTKH, linear(self.w_v_DKH, self.b_v_KH)
+    q_BTNH = _rotate(heads(self.w_q_NHD, self.b_q_NH), rotary)
+    k_BTKH = _rotate(heads(self.w_k_KHD, self.b_k_KH), rotary)
+    return q_BTNH, k_BTKH, heads(self.w_v_KHD, self.b_v_KH)
 
   def output(self, x_BTNH):
-    w_NHD = self.w_o_NHD[...].astype(self.dtype)
-    return jnp.einsum('BTNH,NHD->BTD', x_BTNH, w_NHD)
+    return self.linear(x_BTNH, self.w_o_DNH[...], 2)
 
 
 class FeedForward(nnx.Module):
@@ -215,18 +269,15 @@ class FeedForward(nnx.Module):
 
   def __init__(self, config: Qwen2Config, init: _Initializer):
     D, F = config.hidden_size, config.intermediate_size
-    self.dtype = config.dtype
-    self.w_gate_DF = init.normal(D, F)
-    self.w_up_DF = init.normal(D, F)
-    self.w_down_FD = init.normal(F, D)
+    self.linear = _linear(config)
+    self.w_gate_FD = init.normal(F, D)
+    self.w_up_FD = init.normal(F, D)
+    self.w_down_DF = init.normal(D, F)
 
   def __call__(self, x_BTD):
-    # Rows flattened: XLA's CPU backward pass takes half the time.
-    x_RD = x_BTD.reshape(-1, x_BTD.shape[-1])
-    gate_RF = x_RD @ self.w_gate_DF[...].astype(self.dtype)
-    up_RF = x_RD @ self.w_up_DF[...].astype(self.dtype)
-    w_FD = self.w_down_FD[...].astype(self.dtype)
-    return ((jax.nn.silu(gate_RF) * up_RF) @ w_FD).reshape(x_BTD.shape)
+    gate_BTF = self.linear(x_BTD, self.w_gate_FD[...], 1)
+    up_BTF = self.linear(x_BTD, self.w_up_FD[...], 1)
+    return self.linear(jax.nn.silu(gate_BTF) * up_BTF, self.w_down_DF[...], 1)
 
 
 class Block(nnx.Module):
@@ -251,28 +302,32 @@ class Qwen2(nnx.Module):
   """The network. `Policy` is the form the rest of the code uses."""
 
   def __init__(self, config: Qwen2Config, rngs: nnx.Rngs):
-    D, V = config.hidden_size, config.vocab_size
+    D, V = config.hidden_size, config.embedding_rows
     init = _Initializer(
-      config, rngs.params(), (1 if config.tie_word_embeddings else 2) * V * D
+      config,
+      rngs.params(),
+      (1 if config.tie_word_embeddings else 2) * V * D,
+      None,
     )
     self.config = config
     self.embedding_VD = init.normal(V, D)
     heads = 2 * (config.num_heads + config.num_kv_heads)
     block_size = D * (heads * config.head_dim + 3 * config.intermediate_size)
-    self.blocks = nnx.Dict(
-      {
-        f'{i:02d}': Block(
-          config, _Initializer(config, rngs.params(), block_size)
-        )
-        for i in range(config.num_layers)
-      }
-    )
+
+    def block(layers=None):
+      return Block(
+        config, _Initializer(config, rngs.params(), block_size, layers)
+      )
+
+    if config.scan_layers:
+      self.blocks = block(config.num_layers)
+    else:
+      self.blocks = nnx.Dict(
+        {name: block() for name in _layer_names(config.num_layers)}
+      )
     self.final_norm_D = init.ones(config.hidden_size)
     if not config.tie_word_embeddings:
-      self.head_DV = init.normal(D, V)
-
-  def _layers(self):
-    return [self.blocks[f'{i:02d}'] for i in range(self.config.num_layers)]
+      self.head_VD = init.normal(V, D)
 
   def _embed(self, tokens_BT):
     return self.embedding_VD[...][tokens_BT].astype(self.config.dtype)
@@ -289,15 +344,30 @@ class Qwen2(nnx.Module):
     rotary = self._rotary(positions_BT)
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
-      return attention.attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+      return attention.attend(
+        q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, kernel=self.config.attention
+      )
 
-    x_BTD = self._embed(tokens_BT)
-    for block in self._layers():
+    def layer(x_BTD, block):
+      return sharding.constrain_rows(block(x_BTD, rotary, attend))
 
-      def layer(x_BTD, block=block):
-        return block(x_BTD, rotary, attend)
+    x_BTD = sharding.constrain_rows(self._embed(tokens_BT))
+    if self.config.scan_layers:
+      graphdef, stacked = nnx.split(self.blocks)
 
-      x_BTD = (jax.checkpoint(layer) if self.config.remat else layer)(x_BTD)
+      def scanned(x_BTD, params):
+        return layer(x_BTD, nnx.merge(graphdef, params)), None
+
+      if self.config.remat:
+        # In a scan nothing can be shared between the two passes anyway.
+        scanned = jax.checkpoint(scanned, prevent_cse=False)
+      x_BTD, _ = jax.lax.scan(scanned, x_BTD, stacked)
+    else:
+      for name in _layer_names(self.config.num_layers):
+        unrolled = functools.partial(layer, block=self.blocks[name])
+        if self.config.remat:
+          unrolled = jax.checkpoint(unrolled)
+        x_BTD = unrolled(x_BTD)
     return self._final_norm(x_BTD)
 
   def extend(self, cache, tokens_BT, start_B, count_B, first_row):
@@ -307,32 +377,52 @@ class Qwen2(nnx.Module):
     write_BT = jnp.where(real_BT, positions_BT, -1)
     filled = jnp.max(jnp.where(count_B > 0, start_B + count_B, 0))
     rotary = self._rotary(positions_BT)
-    new_cache = []
 
-    def attend(q_BTNH, k_BTKH, v_BTKH):
-      layer_cache = attention.write_cache(
-        cache[len(new_cache)], k_BTKH, v_BTKH, first_row, write_BT
-      )
-      new_cache.append(layer_cache)
-      return attention.attend_cache(
-        q_BTNH, layer_cache, positions_BT, first_row, filled
-      )
+    def layer(x_BTD, cache, block, index):
+      """`cache` is of this layer, or of all with `index` telling which."""
+      written = []
+
+      def attend(q_BTNH, k_BTKH, v_BTKH):
+        written.append(
+          attention.write_cache(
+            cache, k_BTKH, v_BTKH, first_row, write_BT, index
+          )
+        )
+        return attention.attend_cache(
+          q_BTNH, written[0], positions_BT, first_row, filled, index
+        )
+
+      x_BTD = block(x_BTD, rotary, attend)
+      return x_BTD, written[0]
 
     x_BTD = self._embed(tokens_BT)
-    for block in self._layers():
-      x_BTD = block(x_BTD, rotary, attend)
-    return self._final_norm(x_BTD), tuple(new_cache)
+    if self.config.scan_layers:
+      graphdef, stacked = nnx.split(self.blocks)
+
+      # The cache is carried whole, so that it is written in place; as input
+      # and output of the scan it would be copied every step.
+      def scanned(carry, inputs):
+        index, params = inputs
+        return layer(*carry, nnx.merge(graphdef, params), index), None
+
+      indices = jnp.arange(self.config.num_layers)
+      (x_BTD, cache), _ = jax.lax.scan(
+        scanned, (x_BTD, cache), (indices, stacked)
+      )
+    else:
+      new_cache = []
+      for name, layer_cache in zip(
+        _layer_names(self.config.num_layers), cache, strict=True
+      ):
+        x_BTD, layer_cache = layer(x_BTD, layer_cache, self.blocks[name], None)
+        new_cache.append(layer_cache)
+      cache = tuple(new_cache)
+    return self._final_norm(x_BTD), cache
 
   def logits(self, hidden):
-    if self.config.tie_word_embeddings:
-      w_VD = self.embedding_VD[...].astype(self.config.dtype)
-      return jnp.einsum(
-        '...D,VD->...V', hidden, w_VD, preferred_element_type=jnp.float32
-      )
-    w_DV = self.head_DV[...].astype(self.config.dtype)
-    return jnp.einsum(
-      '...D,DV->...V', hidden, w_DV, preferred_element_type=jnp.float32
-    )
+    tied = self.config.tie_word_embeddings
+    w_VD = (self.embedding_VD if tied else self.head_VD)[...]
+    return _linear(self.config)(hidden, w_VD, 1, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,12 +466,18 @@ class Policy:
   def init_cache(self, rows: int, length: int) -> Cache:
     """An empty cache of at least `length` positions a row."""
     config = self.config
-    return tuple(
-      attention.init_cache(
-        rows, length, config.num_kv_heads, config.head_dim, config.dtype
-      )
-      for _ in range(config.num_layers)
+    as_bits = config.dtype == 'bfloat16' and not config.scan_layers
+    layer = functools.partial(
+      attention.init_cache,
+      rows,
+      length,
+      config.num_kv_heads,
+      config.head_dim,
+      'uint16' if as_bits else config.dtype,
     )
+    if config.scan_layers:
+      return layer(config.num_layers)
+    return tuple(layer() for _ in range(config.num_layers))
 
   def extend(
     self,
@@ -414,9 +510,9 @@ class Policy:
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V]; spare ids get a large negative one."""
     logits = self._module(params).logits(hidden)
-    if self.num_tokens == self.config.vocab_size:
+    if self.num_tokens == self.config.embedding_rows:
       return logits
-    real_V = jnp.arange(self.config.vocab_size) < self.num_tokens
+    real_V = jnp.arange(self.config.embedding_rows) < self.num_tokens
     return jnp.where(real_V, logits, _NEVER)
 
   def scaled_logits(

@@ -1,0 +1,112 @@
+"""Linear layers, in the form that the platform computes without conversions.
+
+Weights are [outputs..., inputs...], as in checkpoints.
+
+XLA's CPU compiler has one fast product of bfloat16, rows by rows with a
+float32 result; operands in any other order are first converted to float32,
+without a word. And with few rows its float32 product reads weights at full
+bandwidth only if they are the left operand. TPU and GPU need none of this.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# What counts as few rows, and as many outputs (of an input).
+_FEW_ROWS = 64
+_MANY_OUTPUTS = 16
+
+# Keeps a transposed copy from being folded into the product that reads it.
+_barrier = jax.lax.optimization_barrier
+
+
+def linear(
+  x: jax.Array,
+  w: jax.Array,
+  num_inputs: int,
+  out_dtype: str | None = None,
+  *,
+  dtype: str,
+  on_cpu: bool,
+) -> jax.Array:
+  """x times w, summed over the inputs.
+
+  Args:
+    x: [..., inputs...].
+    w: [outputs..., inputs...].
+    num_inputs: number of input axes, the last ones of both.
+    out_dtype: of the result; None for `dtype`. Sums are float32 in any case.
+    dtype: type of the operands.
+    on_cpu: use the forms that suit XLA's CPU compiler.
+
+  Returns:
+    [..., outputs...].
+  """
+  outputs, inputs = w.shape[:-num_inputs], w.shape[-num_inputs:]
+  leading = x.shape[: x.ndim - num_inputs]
+  out_dtype = jnp.dtype(out_dtype or dtype)
+  x, w = x.astype(dtype), w.astype(dtype)
+  if not on_cpu:
+    dims = tuple(range(-num_inputs, 0))
+    y = jax.lax.dot_general(
+      x,
+      w,
+      (
+        (
+          tuple(x.ndim + d for d in dims),
+          tuple(w.ndim + d for d in dims),
+        ),
+        ((), ()),
+      ),
+      preferred_element_type=jnp.float32,
+    )
+    return y.astype(out_dtype)
+  x_RD = x.reshape(math.prod(leading), math.prod(inputs))
+  w_ND = w.reshape(math.prod(outputs), math.prod(inputs))
+  if x.dtype == jnp.float32:
+    y_RN = _float32(x_RD, w_ND)
+  else:
+    y_RN = _bfloat16(x_RD, w_ND)
+  return y_RN.astype(out_dtype).reshape(*leading, *outputs)
+
+
+def _float32(x_RD, w_ND):
+  (rows, inputs), outputs = x_RD.shape, w_ND.shape[0]
+  # Transposing a result as wide as the vocabulary costs more than it saves.
+  if 1 < rows <= _FEW_ROWS and outputs < _MANY_OUTPUTS * inputs:
+    return _barrier(jnp.einsum('ND,DR->NR', w_ND, _barrier(x_RD.T))).T
+  return jnp.einsum('RD,ND->RN', x_RD, w_ND)
+
+
+def _rows_by_rows(x_RD, w_ND):
+  """The native product of bfloat16: [R, D] and [N, D] to float32 [R, N]."""
+  return jnp.einsum(
+    'RD,ND->RN', x_RD, w_ND, preferred_element_type=jnp.float32
+  )
+
+
+@jax.custom_vjp
+def _bfloat16(x_RD, w_ND):
+  rows = x_RD.shape[0]
+  if rows == 1:
+    # A product of one row is another, slow one.
+    x_RD = jnp.pad(x_RD, ((0, 1), (0, 0)))
+  return _rows_by_rows(x_RD, w_ND)[:rows]
+
+
+def _bfloat16_forward(x_RD, w_ND):
+  return _bfloat16(x_RD, w_ND), (x_RD, w_ND)
+
+
+def _bfloat16_backward(operands, dy_RN):
+  x_RD, w_ND = operands
+  dy_RN = dy_RN.astype(x_RD.dtype)
+  dx_RD = _rows_by_rows(dy_RN, _barrier(w_ND.T))
+  dw_ND = _rows_by_rows(_barrier(dy_RN.T), _barrier(x_RD.T))
+  return dx_RD.astype(x_RD.dtype), dw_ND.astype(w_ND.dtype)
+
+
+_bfloat16.defvjp(_bfloat16_forward, _bfloat16_backward)

@@ -20,8 +20,9 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(VENV)/core.stamp
-	$(BIN)/python benchmarks/rollout.py $(ARGS)
+bench: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/model.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)
@@ -35,7 +36,9 @@ $(VENV)/core.stamp: requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/dev.stamp: requirements-dev.txt requirements.txt | $(BIN)/python
-	@echo "installing requirements-dev.txt into $(VENV) (once)"
+$(VENV)/dev.stamp: requirements-dev.txt requirements-material.txt requirements-tpu-compiler.txt requirements.txt | $(BIN)/python
+	@echo "installing requirements-dev.txt into $(VENV) (torch and libtpu among it, once)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-material.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/tpu-compiler -r requirements-tpu-compiler.txt
 	@touch $@

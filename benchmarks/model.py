@@ -9,7 +9,7 @@ weights, in turn (A B A B ...); medians are printed, then the ratio. Needs
 requirements-dev.txt (torch). Parts:
 
 - prefill: 8 x 512 tokens into a cache, logits of the last position.
-- decode: 64 tokens after a context of 128, sampled at temperature 1.
+- decode: 64 tokens after a context of 65, sampled at temperature 1.
 - train: forward and backward of the clipped objective on 4 x 512 tokens, all
   of them response; nothing is recomputed but the head's logits.
 - products: bare matrix products at the shapes of prefill and training.
@@ -34,7 +34,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 SIZE = 'qwen2.5-0.5b'
 IDS = 151665
-CONTEXT, NEW = 128, 64
+CONTEXT, NEW = 65, 64
 PREFILL, TRAIN = (8, 512), (4, 512)
 CLIP = 0.2
 # Outputs and inputs of the products of a layer, and of the head.
@@ -149,7 +149,7 @@ class Jax:
       old_logp_BT=jnp.asarray(old),
       ref_logp_BT=jnp.asarray(old),
     )
-    loss_fn = losses.get('ppo_clip', kl_coef=0.0)
+    loss_fn = losses.get('ppo_clip', kl_coef=0.0, entropy_coef=0.0)
 
     def objective(params, block):
       logp, entropy = qwen2.token_logps(

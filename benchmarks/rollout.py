@@ -37,8 +37,8 @@ def main() -> None:
   config.env.max_turns = 10
   config.sampler.slots = 16
   config.env.workers = 16
-  mesh = build.mesh(config)
-  model = build.model(config, mesh)
+  network = build.network(config)
+  model = build.model(config, network, build.mesh(config, network))
   with build.Environment(config) as env:
     jobs = evaluate.jobs(env.tasks('train'), args.episodes)
     fmt = build.chat_format(config, model.tokenizer, env.description)

@@ -44,7 +44,6 @@ _MAX_SHARD_GB = flags.DEFINE_float(
 
 def _from_run(output, save):
   """Exports a training checkpoint; returns what to say of it."""
-  import dataclasses
   import pathlib
 
   import jax
@@ -62,7 +61,8 @@ def _from_run(output, save):
       'launch/train.py was given as --workdir.'
     )
   config = ml_collections.ConfigDict(config_lib.read(path))
-  found = build.network(config)
+  folder = workdir / 'checkpoints'
+  found = build.network(config, checkpoint.stacked_layers(folder))
   # Another tokenizer than the checkpoint's comes with its own end ids.
   own = found.folder is None or bool(config.model.tokenizer)
   text = {
@@ -70,7 +70,6 @@ def _from_run(output, save):
     'eos_ids': found.tokenizer.stop_ids if own else (),
   }
   weights.check_target(output, text['tokenizer_files'], found.folder)
-  folder = workdir / 'checkpoints'
   steps = []
   if folder.is_dir():
     checkpoints = checkpoint.Checkpoints(folder, keep=None)
@@ -86,12 +85,7 @@ def _from_run(output, save):
       f'--step={step}: the run holds no checkpoint of that step; it holds '
       f'{", ".join(map(str, steps))}.'
     )
-  # A run on another kind of machine may have stacked its layers, or not.
-  stacked = 'blocks/attention_norm_D' in checkpoints.param_names(step)
-  policy = qwen2.create(
-    dataclasses.replace(found.policy.config, scan_layers=stacked),
-    found.policy.num_tokens,
-  )
+  policy = found.policy
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(

@@ -55,8 +55,6 @@ def main() -> int:
     checkpoint,
     evaluate,
     metrics,
-    optimizer,
-    update,
   )
 
   workdir = None
@@ -72,21 +70,25 @@ def main() -> int:
   count = _EPISODES.value or config.eval.episodes
   terminal = metrics.Terminal()
 
-  mesh = build.mesh(config)
-  model = build.model(config, mesh)
-  params, name = model.params, 'initial'
+  stacked = None
   if workdir is not None:
-    checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
-    step = checkpoints.latest_step()
-    if step is None:
+    stacked = checkpoint.stacked_layers(workdir / 'checkpoints')
+    if stacked is None:
       raise FileNotFoundError(
         f'{workdir} holds no checkpoint yet; give --config alone to evaluate '
         'the weights that training starts from.'
       )
-    like = update.create(params, optimizer.make(**config.optimizer))
-    params, name = checkpoints.restore(like).params, f'step {step}'
+  network = build.network(config, stacked)
+  mesh = build.mesh(config, network)
+  model = build.model(config, network, mesh)
+  params, name = model.params, 'initial'
+  if workdir is not None:
+    checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
+    step = checkpoints.latest_step()
+    params = checkpoints.restore_params(step, params)
+    name = f'step {step}'
 
-  with build.Environment(config) as env:
+  with build.Environment(config) as env, jax.set_mesh(mesh):
     player = build.Player(config, model, mesh, env, terminal)
     player.set_params(params)
     played = player.play(

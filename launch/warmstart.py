@@ -7,6 +7,7 @@ makes the policy that the quickstart starts from. Expert episodes are recorded
 through the environment service once and kept in WORKDIR/demonstrations.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -51,7 +52,8 @@ def main() -> int:
   weights.check_target(output)
   workdir.mkdir(parents=True, exist_ok=True)
 
-  with build.Environment(config) as env:
+  with contextlib.ExitStack() as stack:
+    env = stack.enter_context(build.Environment(config))
     folder = workdir / 'demonstrations'
     try:
       shown = demonstrations.read(folder)
@@ -91,8 +93,10 @@ def main() -> int:
       # Another vocabulary makes the weights of a checkpoint meaningless.
       config.model.checkpoint = ''
       config.model.tokenizer = str(workdir / 'tokenizer')
-    mesh = build.mesh(config)
-    model = build.model(config, mesh)
+    network = build.network(config)
+    mesh = build.mesh(config, network)
+    stack.enter_context(jax.set_mesh(mesh))
+    model = build.model(config, network, mesh)
     player = build.Player(config, model, mesh, env, terminal)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]

@@ -65,8 +65,14 @@ class Network:
   folder: pathlib.Path | None
 
 
-def network(config: ml_collections.ConfigDict) -> Network:
+def network(
+  config: ml_collections.ConfigDict, stacked: bool | None = None
+) -> Network:
   """Finds `model.checkpoint`, or takes the shape `model.size`.
+
+  Args:
+    config: the whole configuration.
+    stacked: layers are stacked or not; None for what suits the platform.
 
   Raises:
     config_lib.ConfigError: a type is unknown; the tokenizer has more ids than
@@ -99,6 +105,9 @@ def network(config: ml_collections.ConfigDict) -> Network:
     param_dtype=config.model.param_dtype,
     remat=config.model.remat,
   )
+  shape = qwen2.for_platform(shape, jax.default_backend())
+  if stacked is not None:
+    shape = dataclasses.replace(shape, scan_layers=stacked)
   if not name:
     raise config_lib.ConfigError(
       'model.tokenizer is empty and there is no model.checkpoint to take it '
@@ -114,13 +123,14 @@ def network(config: ml_collections.ConfigDict) -> Network:
   return Network(qwen2.create(shape, tokenizer.num_tokens), tokenizer, folder)
 
 
-def model(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Model:
-  """Loads `model.checkpoint`, or draws weights of `model.size` from the seed.
+def model(
+  config: ml_collections.ConfigDict, found: Network, mesh: jax.sharding.Mesh
+) -> Model:
+  """Reads the weights of `found`, or draws them from the seed.
 
   Raises:
-    config_lib.ConfigError, FileNotFoundError, ValueError: see `network`.
+    FileNotFoundError, ValueError: the checkpoint is damaged.
   """
-  found = network(config)
   policy = found.policy
   shardings = sharding.param_shardings(mesh, qwen2.abstract_params(policy))
   if found.folder:
@@ -207,16 +217,27 @@ class Environment:
     return [dataclasses.replace(t, options=self._options) for t in found]
 
 
-def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
-  """The mesh of the configuration; the axis given as -1 takes what remains."""
+def mesh(
+  config: ml_collections.ConfigDict, found: Network
+) -> jax.sharding.Mesh:
+  """The mesh of the configuration; the axis given as -1 takes what remains.
+
+  Raises:
+    config_lib.ConfigError: the heads of the model do not divide over it.
+  """
   sizes = dict(config.mesh)
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  return sharding.make_mesh(
+  made = sharding.make_mesh(
     **{
       name: jax.device_count() // fixed if size == -1 else size
       for name, size in sizes.items()
     }
   )
+  try:
+    sharding.check_heads(made, found.policy.config.num_heads)
+  except ValueError as error:
+    raise config_lib.ConfigError(str(error)) from error
+  return made
 
 
 def chat_format(

@@ -24,10 +24,12 @@ class Checkpoints:
   then, so a kill at any moment leaves one to resume from.
   """
 
-  def __init__(self, folder: pathlib.Path, keep: int):
+  def __init__(self, folder: pathlib.Path, keep: int | None):
     self._folder = folder
     self._manager = ocp.CheckpointManager(
       folder.absolute(),
+      # Without it the tree of a checkpoint is known only after a save.
+      item_handlers=ocp.StandardCheckpointHandler(),
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         enable_async_checkpointing=False,
@@ -80,8 +82,7 @@ class Checkpoints:
       CheckpointError: as for `restore_params`.
     """
     try:
-      found = ocp.PyTreeCheckpointer().metadata(self._item(step))
-      params = found.item_metadata.tree['params']
+      params = self._manager.item_metadata(step).tree['params']
       paths = jax.tree_util.tree_flatten_with_path(params)[0]
       return frozenset('/'.join(key.key for key in path) for path, _ in paths)
     except Exception as error:
@@ -115,6 +116,24 @@ class Checkpoints:
 
   def close(self) -> None:
     self._manager.close()
+
+
+def stacked_layers(folder: pathlib.Path) -> bool | None:
+  """Whether the newest checkpoint in `folder` holds layers stacked.
+
+  A run keeps the form it began with, wherever it goes on; None if there is no
+  checkpoint yet.
+
+  Raises:
+    CheckpointError: the checkpoint is damaged.
+  """
+  if not folder.is_dir():
+    return None
+  checkpoints = Checkpoints(folder, keep=None)
+  step = checkpoints.latest_step()
+  names = None if step is None else checkpoints.param_names(step)
+  checkpoints.close()
+  return None if names is None else 'blocks/attention_norm_D' in names
 
 
 class StopSignal:

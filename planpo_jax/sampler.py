@@ -130,9 +130,9 @@ def sample(
   def draw():
     target_B = uniform_B * total_B
     block_B, before_B = search(sums_BJ, target_B)
-    weights_BI = jnp.take_along_axis(
-      weights_BJI, block_B[:, None, None], 1
-    )[:, 0]
+    weights_BI = jnp.take_along_axis(weights_BJI, block_B[:, None, None], 1)[
+      :, 0
+    ]
     inside_B, _ = search(weights_BI, target_B - before_B)
     return (block_B * _SEARCH_BLOCK + inside_B).astype(jnp.int32)
 

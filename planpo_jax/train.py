@@ -55,23 +55,31 @@ def train(
   estimate = advantages.get(method, **config.advantage[method])
   loss = losses.get(config.loss.name, **config.loss[config.loss.name])
   config_lib.check_workdir(workdir, config)
+  network = build.network(
+    config, checkpoint.stacked_layers(workdir / 'checkpoints')
+  )
+  mesh = build.mesh(config, network)
   terminal.say(
     f'starting {config.env.workers} workers of {config.env.name}'
     if not config.env.address
     else f'connecting to {config.env.address}'
   )
   with checkpoint.StopSignal() as stop, build.Environment(config) as env:
-    return _train(config, workdir, terminal, stop, env, estimate, loss)
+    with jax.set_mesh(mesh):
+      return _train(
+        config, workdir, terminal, stop, env, network, mesh, estimate, loss
+      )
 
 
-def _train(config, workdir, terminal, stop, env, estimate, loss) -> int:
+def _train(
+  config, workdir, terminal, stop, env, network, mesh, estimate, loss
+) -> int:
   steps, seed = config.train.steps, config.seed
   train_tasks = env.tasks(config.env.train_split)
   eval_jobs = evaluate.jobs(
     env.tasks(config.env.eval_split), config.eval.episodes
   )
-  mesh = build.mesh(config)
-  model = build.model(config, mesh)
+  model = build.model(config, network, mesh)
   player = build.Player(config, model, mesh, env, terminal, stop.requested)
   optim = optimizer.make(**config.optimizer)
   logps = functools.partial(

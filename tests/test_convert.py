@@ -86,8 +86,8 @@ def settings(**changes):
 
 def write_run(workdir, config, *, scan):
   """A run of two steps, as training leaves it; returns policy and params."""
-  mesh = build.mesh(config)
   found = build.network(config)
+  mesh = build.mesh(config, found)
   shape = dataclasses.replace(found.policy.config, scan_layers=scan)
   policy = qwen2.create(shape, found.policy.num_tokens)
   if found.folder:
@@ -334,7 +334,8 @@ def test_weights_and_tokenizer_come_from_one_hub_name(
 ):
   config = settings(**{'model.checkpoint': 'a/b', 'model.tokenizer': ''})
   monkeypatch.setattr(weights, 'resolve', lambda name: {'a/b': source}[name])
-  model = build.model(config, build.mesh(config))
+  network = build.network(config)
+  model = build.model(config, network, build.mesh(config, network))
   assert model.policy.config.vocab_size == 1030
   assert model.tokenizer.num_tokens == 873
   assert model.tokenizer.files[0].parent == source

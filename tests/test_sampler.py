@@ -291,7 +291,7 @@ def test_token_i_is_drawn_with_the_key_folded_by_i():
     keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(made)
     uniform = jax.vmap(jax.random.uniform)(keys)
     logits = policy.logits(params, hidden)[0, 15 + made]
-    return sampler_lib.sample(logits, uniform, jnp.float32(1))
+    return sampler_lib.sample(logits, uniform, jnp.float32(1))[0]
 
   np.testing.assert_array_equal(response.ids, redraw(params))
 
@@ -331,9 +331,10 @@ def test_samples_follow_the_softmax(vocab):
   logits[[1, vocab - 1]] = qwen2._NEVER
   draws = 40_000
   uniform = jax.random.uniform(KEY, (draws,))
-  ids = _sample(
+  ids, logps = _sample(
     jnp.broadcast_to(logits, (draws, vocab)), uniform, jnp.float32(1)
   )
+  np.testing.assert_allclose(logps, jax.nn.log_softmax(logits)[ids], atol=1e-5)
   probs = np.asarray(jax.nn.softmax(logits), np.float64)
   counts = np.bincount(ids, minlength=vocab)
   assert counts[1] == 0 and counts[vocab - 1] == 0
@@ -350,7 +351,7 @@ def test_sampling_inverts_the_cdf_at_its_edges():
   below_one = np.nextafter(np.float32(1), np.float32(0))
   # 1 itself is never drawn, but a target may be rounded up to the total.
   uniform = np.asarray([0.0, 0.25, 0.6, below_one, 1.0], np.float32)
-  ids = _sample(logits, uniform, jnp.float32(1))
+  ids, _ = _sample(logits, uniform, jnp.float32(1))
   assert ids.tolist() == [2, 140, 141, 260, 260]
 
 

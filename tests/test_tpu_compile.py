@@ -111,7 +111,9 @@ def report(request, tmp_path_factory):
       'TPU_LOG_DIR': str(tmp_path_factory.mktemp('tpu')),
       # Nothing is run on a device, so several processes may compile at once.
       'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
-      'PYTHONPATH': str(root),
+      'PYTHONPATH': os.pathsep.join(
+        (str(root), os.path.join(sys.prefix, 'tpu-compiler'))
+      ),
     },
     capture_output=True,
     text=True,

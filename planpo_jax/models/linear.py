@@ -15,8 +15,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-# What counts as few rows, and as many outputs (of an input).
-_FEW_ROWS = 64
+# With so many rows, the product that has the weights on the left is faster;
+# below and above, or when the transposed result is as wide as a vocabulary, it
+# is not.
+_FEW_ROWS = {'float32': 2, 'bfloat16': 16}
+_MOST_ROWS = 64
 _MANY_OUTPUTS = 16
 
 # Keeps a transposed copy from being folded into the product that reads it.
@@ -67,25 +70,23 @@ def linear(
   x_RD = x.reshape(math.prod(leading), math.prod(inputs))
   w_ND = w.reshape(math.prod(outputs), math.prod(inputs))
   if x.dtype == jnp.float32:
-    y_RN = _float32(x_RD, w_ND)
+    y_RN = _product(x_RD, w_ND)
   else:
     y_RN = _bfloat16(x_RD, w_ND)
   return y_RN.astype(out_dtype).reshape(*leading, *outputs)
 
 
-def _float32(x_RD, w_ND):
-  (rows, inputs), outputs = x_RD.shape, w_ND.shape[0]
-  # Transposing a result as wide as the vocabulary costs more than it saves.
-  if 1 < rows <= _FEW_ROWS and outputs < _MANY_OUTPUTS * inputs:
-    return _barrier(jnp.einsum('ND,DR->NR', w_ND, _barrier(x_RD.T))).T
-  return jnp.einsum('RD,ND->RN', x_RD, w_ND)
-
-
-def _rows_by_rows(x_RD, w_ND):
-  """The native product of bfloat16: [R, D] and [N, D] to float32 [R, N]."""
-  return jnp.einsum(
-    'RD,ND->RN', x_RD, w_ND, preferred_element_type=jnp.float32
-  )
+def _product(x_RD, w_ND):
+  """float32 sums [R, N]; the order of the operands decides the speed."""
+  rows, (outputs, inputs) = x_RD.shape[0], w_ND.shape
+  least = _FEW_ROWS[x_RD.dtype.name]
+  wide = outputs > _MANY_OUTPUTS * inputs
+  if least <= rows <= _MOST_ROWS and not wide:
+    y_NR = jnp.einsum(
+      'ND,RD->NR', w_ND, x_RD, preferred_element_type=jnp.float32
+    )
+    return _barrier(y_NR).T
+  return jnp.einsum('RD,ND->RN', x_RD, w_ND, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -94,7 +95,7 @@ def _bfloat16(x_RD, w_ND):
   if rows == 1:
     # A product of one row is another, slow one.
     x_RD = jnp.pad(x_RD, ((0, 1), (0, 0)))
-  return _rows_by_rows(x_RD, w_ND)[:rows]
+  return _product(x_RD, w_ND)[:rows]
 
 
 def _bfloat16_forward(x_RD, w_ND):
@@ -104,8 +105,8 @@ def _bfloat16_forward(x_RD, w_ND):
 def _bfloat16_backward(operands, dy_RN):
   x_RD, w_ND = operands
   dy_RN = dy_RN.astype(x_RD.dtype)
-  dx_RD = _rows_by_rows(dy_RN, _barrier(w_ND.T))
-  dw_ND = _rows_by_rows(_barrier(dy_RN.T), _barrier(x_RD.T))
+  dx_RD = _product(dy_RN, _barrier(w_ND.T))
+  dw_ND = _product(_barrier(dy_RN.T), _barrier(x_RD.T))
   return dx_RD.astype(x_RD.dtype), dw_ND.astype(w_ND.dtype)
 
 

@@ -550,7 +550,8 @@ def main() -> None:
         init(policy, jax.random.key(0)),
         dtype='float32',
       )
-    for dtype in args.dtypes.split(','):
+    compared = set(parts) & {'prefill', 'decode', 'train', 'products'}
+    for dtype in args.dtypes.split(',') if compared else ():
       compare_sides(
         folder + '/model',
         dtype,

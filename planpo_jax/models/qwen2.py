@@ -329,6 +329,16 @@ class Qwen2(nnx.Module):
     if not config.tie_word_embeddings:
       self.head_VD = init.normal(V, D)
 
+  def _split_blocks(self):
+    """The graph of one block, and the params of all: stacked, or a list."""
+    if self.config.scan_layers:
+      return nnx.split(self.blocks)
+    split = [
+      nnx.split(self.blocks[name])
+      for name in _layer_names(self.config.num_layers)
+    ]
+    return split[0][0], [params for _, params in split]
+
   def _embed(self, tokens_BT):
     return self.embedding_VD[...][tokens_BT].astype(self.config.dtype)
 
@@ -352,22 +362,20 @@ class Qwen2(nnx.Module):
       return sharding.constrain_rows(block(x_BTD, rotary, attend))
 
     x_BTD = sharding.constrain_rows(self._embed(tokens_BT))
+    graphdef, blocks = self._split_blocks()
+
+    def step(x_BTD, params):
+      return layer(x_BTD, nnx.merge(graphdef, params)), None
+
+    if self.config.remat:
+      # In a scan nothing can be shared between the two passes anyway.
+      step = jax.checkpoint(step, prevent_cse=not self.config.scan_layers)
     if self.config.scan_layers:
-      graphdef, stacked = nnx.split(self.blocks)
-
-      def scanned(x_BTD, params):
-        return layer(x_BTD, nnx.merge(graphdef, params)), None
-
-      if self.config.remat:
-        # In a scan nothing can be shared between the two passes anyway.
-        scanned = jax.checkpoint(scanned, prevent_cse=False)
-      x_BTD, _ = jax.lax.scan(scanned, x_BTD, stacked)
+      x_BTD, _ = jax.lax.scan(step, x_BTD, blocks)
     else:
-      for name in _layer_names(self.config.num_layers):
-        unrolled = functools.partial(layer, block=self.blocks[name])
-        if self.config.remat:
-          unrolled = jax.checkpoint(unrolled)
-        x_BTD = unrolled(x_BTD)
+      step = jax.jit(step)  # Traced once, not once a layer.
+      for params in blocks:
+        x_BTD, _ = step(x_BTD, params)
     return self._final_norm(x_BTD)
 
   def extend(self, cache, tokens_BT, start_B, count_B, first_row):
@@ -378,7 +386,9 @@ class Qwen2(nnx.Module):
     filled = jnp.max(jnp.where(count_B > 0, start_B + count_B, 0))
     rotary = self._rotary(positions_BT)
 
-    def layer(x_BTD, cache, block, index):
+    graphdef, blocks = self._split_blocks()
+
+    def layer(x_BTD, cache, params, index):
       """`cache` is of this layer, or of all with `index` telling which."""
       written = []
 
@@ -392,29 +402,24 @@ class Qwen2(nnx.Module):
           q_BTNH, written[0], positions_BT, first_row, filled, index
         )
 
-      x_BTD = block(x_BTD, rotary, attend)
+      x_BTD = nnx.merge(graphdef, params)(x_BTD, rotary, attend)
       return x_BTD, written[0]
 
     x_BTD = self._embed(tokens_BT)
     if self.config.scan_layers:
-      graphdef, stacked = nnx.split(self.blocks)
-
       # The cache is carried whole, so that it is written in place; as input
       # and output of the scan it would be copied every step.
-      def scanned(carry, inputs):
-        index, params = inputs
-        return layer(*carry, nnx.merge(graphdef, params), index), None
+      def step(carry, inputs):
+        params, index = inputs
+        return layer(*carry, params, index), None
 
       indices = jnp.arange(self.config.num_layers)
-      (x_BTD, cache), _ = jax.lax.scan(
-        scanned, (x_BTD, cache), (indices, stacked)
-      )
+      (x_BTD, cache), _ = jax.lax.scan(step, (x_BTD, cache), (blocks, indices))
     else:
+      layer = jax.jit(layer)  # Traced once, not once a layer.
       new_cache = []
-      for name, layer_cache in zip(
-        _layer_names(self.config.num_layers), cache, strict=True
-      ):
-        x_BTD, layer_cache = layer(x_BTD, layer_cache, self.blocks[name], None)
+      for params, layer_cache in zip(blocks, cache, strict=True):
+        x_BTD, layer_cache = layer(x_BTD, layer_cache, params, None)
         new_cache.append(layer_cache)
       cache = tuple(new_cache)
     return self._final_norm(x_BTD), cache

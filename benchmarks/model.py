@@ -14,13 +14,14 @@ requirements-dev.txt (torch). Parts:
   of them response; nothing is recomputed but the head's logits.
 - products: bare matrix products at the shapes of prefill and training.
 - bandwidth: what one step of decoding at batch 1 must read, against what the
-  machine reads.
+  machine reads; printed after that part.
 - memory: of the update on 8,192 tokens, from the compiler.
 - start: from a started process to its first sampled token, twice.
 """
 
 import argparse
 import dataclasses
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -393,7 +394,7 @@ def compare_sides(folder, dtype, parts, batches, repeats):
 
 
 def _read(array, threads):
-  """Bytes a second at which so many threads sum an array."""
+  """Bytes a second at which so many threads read an array."""
   import concurrent.futures
 
   import numpy as np
@@ -418,7 +419,7 @@ def bandwidth(folder, dtype, step_s):
   size = sum(
     np.prod(shape) for shape in weights.tensor_shapes(policy).values()
   ) * (4 if dtype == 'float32' else 2)
-  # Much larger than any cache, and summed in vector registers.
+  # Much larger than any cache; its maximum is taken in vector registers.
   machine = _read(np.ones(2**29, np.float32), os.cpu_count())
   print(
     f'{dtype} weights {size / 1e9:.2f} GB a step: {size / step_s / 1e9:.1f} '
@@ -433,41 +434,51 @@ def memory():
   import jax
   import jax.numpy as jnp
 
+  from planpo_jax import batch, losses, optimizer, update
   from planpo_jax.models import qwen2
 
   rows, length = 2, 4096
+  optim = optimizer.make(1e-6)
+  kinds = {'loss_mask_BT': jnp.bool_} | dict.fromkeys(
+    ('adv_BT', 'sampler_logp_BT', 'old_logp_BT', 'ref_logp_BT'), jnp.float32
+  )
+  block = batch.Batch(
+    **{
+      field.name: jax.ShapeDtypeStruct(
+        (rows, length), kinds.get(field.name, jnp.int32)
+      )
+      for field in dataclasses.fields(batch.Batch)
+    }
+  )
 
   def measure(label, head_chunk, **changes):
     config = dataclasses.replace(qwen2.SIZES[SIZE], dtype='bfloat16', **changes)
     policy = qwen2.create(config, IDS)
 
-    def objective(params, tokens):
-      whole = jnp.ones_like(tokens)
-      positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-      if head_chunk:
-        logp, _ = qwen2.token_logps(
-          policy, params, tokens, positions, whole, 1.0, head_chunk=head_chunk
-        )
-      else:
-        logits = policy.logits(
-          params, policy.hidden(params, tokens, positions, whole)
-        )
-        logp = jnp.take_along_axis(
-          jax.nn.log_softmax(logits), tokens[..., None], -1
-        )
-      return jnp.sum(logp)
+    def whole_logits(params, tokens, positions, segments):
+      hidden = policy.hidden(params, tokens, positions, segments)
+      logps = jax.nn.log_softmax(policy.logits(params, hidden))
+      logp = jnp.take_along_axis(logps, tokens[..., None], -1)[..., 0]
+      return logp, -jnp.sum(jnp.exp(logps) * logps, axis=-1)
 
-    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    compiled = (
-      jax.jit(jax.grad(objective))
-      .lower(qwen2.abstract_params(policy), tokens)
-      .compile()
+    chunked = functools.partial(
+      qwen2.token_logps, policy, temperature=1.0, head_chunk=head_chunk
     )
-    found = compiled.memory_analysis()
+    state = jax.eval_shape(
+      lambda key: update.create(qwen2.init_params(policy, key), optim),
+      jax.random.key(0),
+    )
+    step = update.make_update(
+      chunked if head_chunk else whole_logits,
+      losses.get('ppo_clip'),
+      optim,
+      micro_rows=rows,
+    )
+    found = step.lower(state, block).compile().memory_analysis()
     print(
       f'update of 8,192 tokens, {label:44s} '
       f'{found.temp_size_in_bytes / 2**30:6.2f} GiB of temporaries beside '
-      f'{found.argument_size_in_bytes / 2**30:.2f} of params',
+      f'{found.argument_size_in_bytes / 2**30:.2f} of params and moments',
       flush=True,
     )
 
@@ -482,10 +493,11 @@ _START = """
 import os, sys, time
 started = float(sys.argv[2])
 import jax
-jax.config.update('jax_compilation_cache_dir', sys.argv[3])
-jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+os.environ['HOME'] = sys.argv[3]
 sys.path.insert(0, os.getcwd())
 from benchmarks import model
+from planpo_jax import cli
+cli.keep_compilations()
 import numpy as np
 from planpo_jax import sampler
 side = model.Jax(sys.argv[1], 'float32')
@@ -504,25 +516,31 @@ print(f'{ready - started:.1f} {prefilled - ready:.1f} {end - prefilled:.1f} '
 
 def start(folder):
   """Time to the first token, without and with a filled compilation cache."""
-  totals = []
+  compiling, totals = [], []
   with tempfile.TemporaryDirectory() as cache:
     for label in ('first start', 'second start'):
       done = subprocess.run(
         [sys.executable, '-c', _START, folder, str(time.time()), cache],
         cwd=pathlib.Path(__file__).parents[1],
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
+        env={
+          k: v for k, v in os.environ.items() if 'COMPILATION_CACHE' not in k
+        },
       )
       loaded, prefill, step, total = done.stdout.split()
-      compiled = float(prefill) + float(step)
-      totals.append(compiled)
+      compiling.append(float(prefill) + float(step))
+      totals.append(float(total))
       print(
         f'{label}: imports and weights {loaded} s, prefill {prefill} s, '
         f'first step {step} s; first token after {total} s',
         flush=True,
       )
-  print(f'compiling and first token: {totals[1] / totals[0]:.2f} of the first')
+  print(
+    f'second start: {compiling[1] / compiling[0]:.2f} of the first after the '
+    f'weights are there, {totals[1] / totals[0]:.2f} of it in all'
+  )
 
 
 def main() -> None:
@@ -537,6 +555,14 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=3)
   args = parser.parse_args()
   parts = args.parts.split(',')
+  known = {
+    'parts': 'decode bandwidth prefill train products memory start'.split(),
+    'dtypes': ['float32', 'bfloat16'],
+  }
+  for flag, names in known.items():
+    for name in getattr(args, flag).split(','):
+      if name not in names:
+        parser.error(f'--{flag}: {name!r} is none of {", ".join(names)}')
   import jax
 
   from planpo_jax import weights

@@ -88,9 +88,7 @@ def _from_run(output, save):
   policy = found.policy
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, config.model.param_dtype, sharding=device
-    ),
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
     qwen2.abstract_params(policy),
   )
   params = checkpoints.restore_params(step, like)
@@ -130,7 +128,12 @@ def main() -> int:
   import functools
   import pathlib
 
+  import jax
+
   from planpo_jax import weights
+
+  # Nothing is computed, and the host may hold what no single device does.
+  jax.config.update('jax_platforms', 'cpu')
 
   if _DTYPE.value is not None and _DTYPE.value not in weights.DTYPES:
     raise ValueError(

@@ -55,7 +55,9 @@ def main() -> int:
     checkpoint,
     evaluate,
     metrics,
+    sharding,
   )
+  from planpo_jax.models import qwen2
 
   workdir = None
   if _WORKDIR.value:
@@ -80,17 +82,18 @@ def main() -> int:
       )
   network = build.network(config, stacked)
   mesh = build.mesh(config, network)
-  model = build.model(config, network, mesh)
-  params, name = model.params, 'initial'
-  if workdir is not None:
+  if workdir is None:
+    model, name = build.model(config, network, mesh), 'initial'
+  else:
     checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
     step = checkpoints.latest_step()
-    params = checkpoints.restore_params(step, params)
+    shapes = qwen2.abstract_params(network.policy)
+    params = checkpoints.restore_params(step, sharding.abstract(mesh, shapes))
+    model = build.Model(network.policy, params, network.tokenizer)
     name = f'step {step}'
 
-  with build.Environment(config) as env, jax.set_mesh(mesh):
+  with build.Environment(config) as env:
     player = build.Player(config, model, mesh, env, terminal)
-    player.set_params(params)
     played = player.play(
       f'evaluation on {split}',
       evaluate.jobs(env.tasks(split), count),

@@ -81,10 +81,10 @@ def network(
       damaged, or the hub does not give it.
   """
   for key in ('dtype', 'param_dtype'):
-    if config.model[key] not in weights.DTYPES:
+    if config.model[key] not in qwen2.DTYPES:
       raise config_lib.ConfigError(
         f'model.{key}={config.model[key]!r} must be one of '
-        f'{", ".join(weights.DTYPES)}.'
+        f'{", ".join(qwen2.DTYPES)}.'
       )
   folder, name = None, config.model.tokenizer
   if config.model.checkpoint:

@@ -65,7 +65,7 @@ def run(
       )
   except (flags.Error, KeyError, AttributeError, ValueError, OSError) as error:
     _fail(error, _flag_mistake(error))
-  _keep_compilations()
+  keep_compilations()
   try:
     if commands and (not rest[1:] or rest.pop(1) not in commands):
       raise config_lib.ConfigError(
@@ -97,11 +97,13 @@ def _is_mistake(error: Exception) -> bool:
   return module == '__main__' or module.startswith('planpo_jax')
 
 
-def _keep_compilations() -> None:
+def keep_compilations() -> None:
   """A second start reads what the first one compiled."""
   if not jax.config.jax_compilation_cache_dir:
     folder = pathlib.Path.home() / '.cache' / 'planpo_jax'
     jax.config.update('jax_compilation_cache_dir', str(folder))
+    # There are many short ones before the first token.
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
 
 
 def _flag_mistake(error: Exception) -> str:

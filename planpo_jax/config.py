@@ -61,8 +61,8 @@ def check(
   _known('loss.name', config.loss.name, losses.names())
   _known('chat.context', config.chat.context, chat.CONTEXTS)
   _known('chat.prompt', config.chat.prompt, tuple(chat.PROMPTS))
-  _known('model.dtype', config.model.dtype, ('float32', 'bfloat16'))
-  _known('model.param_dtype', config.model.param_dtype, ('float32', 'bfloat16'))
+  _known('model.dtype', config.model.dtype, qwen2.DTYPES)
+  _known('model.param_dtype', config.model.param_dtype, qwen2.DTYPES)
   if not config.model.checkpoint:
     _known('model.size', config.model.size, tuple(qwen2.SIZES))
     if config.model.size != 'nano' and checkpoint_needed:

@@ -275,11 +275,12 @@ class Sampler:
     self.prefilled_tokens = 0
     self.decoded_tokens = 0
     self._held: list[list[int]] = [[] for _ in range(slots)]
-    self._cache = policy.init_cache(slots, cache_len)
+    empty = functools.partial(policy.init_cache, slots, cache_len)
     if mesh is not None:
-      self._cache = jax.device_put(
-        self._cache, sharding.cache_shardings(mesh, self._cache)
-      )
+      # Made in its places: whole it may not fit on one device.
+      shardings = sharding.cache_shardings(mesh, jax.eval_shape(empty))
+      empty = jax.jit(empty, out_shardings=shardings)
+    self._cache = empty()
     self._slots = _Slots(
       token_B=np.zeros(slots, np.int32),
       length_B=np.zeros(slots, np.int32),

@@ -8,12 +8,14 @@ after these placements.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'tensor')
@@ -143,6 +145,23 @@ def _divisible(mesh, rule, shape):
       for axis, size in zip(rule, shape, strict=False)
     )
   )
+
+
+def abstract(mesh: Mesh, shapes: Any) -> Any:
+  """Shapes of params, or of a tree that holds some, with their places."""
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    param_shardings(mesh, shapes),
+  )
+
+
+@contextlib.contextmanager
+def only(device: jax.Device) -> Iterator[None]:
+  """Computes on arrays of one device, whatever mesh is set around."""
+  alone = Mesh(np.array([device]), ('device',), axis_types=(AxisType.Auto,))
+  with jax.set_mesh(alone):
+    yield
 
 
 def shard_params(mesh: Mesh, params: Any) -> Any:

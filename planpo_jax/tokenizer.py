@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -297,6 +298,7 @@ def _renderer(
     extensions=[Generation, jinja2.ext.loopcontrols],
   )
   environment.globals['raise_exception'] = raise_exception
+  environment.globals['strftime_now'] = lambda form: time.strftime(form)
   tokens = {
     key: token['content'] if isinstance(token, dict) else token
     for key, token in settings.items()
@@ -308,6 +310,9 @@ def _renderer(
       return environment.from_string(template).render(
         messages=[{'role': role, 'content': text} for role, text in messages],
         add_generation_prompt=True,
+        # Templates ask whether these are none.
+        tools=None,
+        documents=None,
         **tokens,
       )
     except (jinja2.TemplateError, TypeError, ValueError) as error:

@@ -90,13 +90,13 @@ def _train(
     'micro_sharding': sharding.micro_sharding(mesh),
   }
   ref_params = model.params  # Never donated: `create` copies them.
-  state = sharding.shard_params(mesh, update.create(ref_params, optim))
+  shapes = jax.eval_shape(lambda p: update.create(p, optim), ref_params)
   score = update.make_score(logps, **micro)
   update_step = update.make_update(
     logps,
     loss,
     optim,
-    state_shardings=sharding.param_shardings(mesh, state),
+    state_shardings=sharding.param_shardings(mesh, shapes),
     **micro,
   )
 
@@ -112,8 +112,10 @@ def _train(
   )
   done = checkpoints.latest_step() or 0
   if done:
-    state = checkpoints.restore(state)
+    state = checkpoints.restore(sharding.abstract(mesh, shapes))
     terminal.say(f'resuming after step {done} of {steps}')
+  else:
+    state = sharding.shard_params(mesh, update.create(ref_params, optim))
   writer = metrics.Writer(workdir, done)
   clock = metrics.Clock()
   player.set_params(state.params)

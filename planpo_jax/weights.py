@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from planpo_jax import tokenizer
+from planpo_jax import sharding, tokenizer
 from planpo_jax.models import qwen2
 
 _CONFIG = 'config.json'
@@ -100,7 +100,14 @@ _CONFIG_DEFAULTS = {
 }
 
 # Fields of Qwen2Config that say how to compute, not what the network is.
-_NUMERIC_FIELDS = ('dtype', 'param_dtype', 'remat', 'scan_layers', 'attention')
+_NUMERIC_FIELDS = (
+  'dtype',
+  'param_dtype',
+  'remat',
+  'scan_layers',
+  'on_cpu',
+  'attention',
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +186,11 @@ def resolve(name: str | os.PathLike[str]) -> pathlib.Path:
     FileNotFoundError: `name` is no folder and no hub name either.
     ValueError: the hub cannot be reached, or has no such model.
   """
-  for folder in (tokenizer.ASSETS / name, pathlib.Path(name)):
-    if str(name) and folder.is_dir():
-      return folder
+  folder = pathlib.Path(name).expanduser()
+  if str(name) and folder.is_dir():
+    return folder
+  if re.fullmatch(r'\w+', str(name)) and (tokenizer.ASSETS / name).is_dir():
+    return tokenizer.ASSETS / name
   if not _HUB_NAME.fullmatch(str(name)):
     return _existing_folder(name)
   import huggingface_hub  # Slow to import: only hub names need it.
@@ -773,11 +782,13 @@ def _fetch(value: jax.Array, tensor: _Tensor, layer: int) -> np.ndarray:
     if tensor.stacked:
       start, stop, _ = shard.index[0].indices(tensor.shape[0])
       if start <= layer < stop:
-        host[shard.index[1:]] = _layer(shard.data, layer - start)
+        with sharding.only(shard.device):
+          host[shard.index[1:]] = _layer(shard.data, layer - start)
     elif shard.device.platform == 'cpu':
       host[shard.index] = shard.data
     else:
-      host[shard.index] = jnp.copy(shard.data)
+      with sharding.only(shard.device):
+        host[shard.index] = jnp.copy(shard.data)
   return host
 
 
@@ -1068,7 +1079,7 @@ def _move_into_place(partial: pathlib.Path, folder: pathlib.Path) -> None:
   except BaseException:
     old.rename(folder)
     raise
-  shutil.rmtree(old)
+  shutil.rmtree(old, ignore_errors=True)  # The new one is in place already.
 
 
 def _listing(folder: pathlib.Path) -> str:

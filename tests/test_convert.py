@@ -298,7 +298,7 @@ def test_a_damaged_run_is_named(tmp_path):
     (
       {'model.dtype': 'float8'},
       config_lib.ConfigError,
-      "model.dtype='float8' must be one of float32, bfloat16, float16",
+      "model.dtype='float8' must be one of float32, bfloat16",
     ),
     (
       {'model.param_dtype': 'int8'},

@@ -1,6 +1,8 @@
 """Linear layers: one result in every form, and no hidden float32 copies."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -127,3 +129,31 @@ def test_the_forward_pass_in_bfloat16_makes_none_either():
   )
   one_weight = 4 * SHAPE.hidden_size * SHAPE.intermediate_size
   assert compiled.memory_analysis().temp_size_in_bytes < one_weight
+
+
+@pytest.mark.parametrize('scan', [False, True])
+def test_gradients_on_accelerators_keep_16_bits(scan):
+  config = dataclasses.replace(
+    SHAPE, num_layers=2, scan_layers=scan, on_cpu=False
+  )
+  policy = qwen2.create(config, 32768)
+  tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+  def total(params, tokens):
+    hidden = policy.hidden(params, tokens, tokens, jnp.ones_like(tokens))
+    return policy.logits(params, hidden).sum()
+
+  lowered = jax.jit(jax.grad(total)).lower(
+    qwen2.abstract_params(policy), tokens
+  )
+  products = re.findall(
+    r'stablehlo.dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\)',
+    lowered.as_text(),
+  )
+  # Those of attention have heads: four axes. All others read weights.
+  with_weights = [
+    pair for pair in products if not all(t.count('x') > 3 for t in pair)
+  ]
+  assert len(with_weights) > 8
+  for pair in with_weights:
+    assert all(t.endswith('bf16') for t in pair), pair

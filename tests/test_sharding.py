@@ -129,7 +129,8 @@ for shape in ((8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)):
   mesh = sharding.make_mesh(*shape)
   with jax.set_mesh(mesh):
     placed, placed_rows, other_logp, other_grads, other_state = run(mesh)
-    on_mesh = respond(placed, mesh)
+  # Sampling runs in a thread of its own, where no mesh is set.
+  on_mesh = respond(placed, mesh)
   leaves = jax.tree_util.tree_leaves_with_path(placed)
   block = placed['blocks'] if config.scan_layers else placed['blocks']['00']
   report['meshes'][str(shape)] = {

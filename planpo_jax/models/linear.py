@@ -5,11 +5,13 @@ Weights are [outputs..., inputs...], as in checkpoints.
 XLA's CPU compiler has one fast product of bfloat16, rows by rows with a
 float32 result; operands in any other order are first converted to float32,
 without a word. And with few rows its float32 product reads weights at full
-bandwidth only if they are the left operand. TPU and GPU need none of this.
+bandwidth only if they are the left operand. TPU and GPU need none of this, but
+a backward pass that keeps the type of the operands.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -53,20 +55,7 @@ def linear(
   out_dtype = jnp.dtype(out_dtype or dtype)
   x, w = x.astype(dtype), w.astype(dtype)
   if not on_cpu:
-    dims = tuple(range(-num_inputs, 0))
-    y = jax.lax.dot_general(
-      x,
-      w,
-      (
-        (
-          tuple(x.ndim + d for d in dims),
-          tuple(w.ndim + d for d in dims),
-        ),
-        ((), ()),
-      ),
-      preferred_element_type=jnp.float32,
-    )
-    return y.astype(out_dtype)
+    return _contract(x, w, num_inputs).astype(out_dtype)
   x_RD = x.reshape(math.prod(leading), math.prod(inputs))
   w_ND = w.reshape(math.prod(outputs), math.prod(inputs))
   if x.dtype == jnp.float32:
@@ -74,6 +63,33 @@ def linear(
   else:
     y_RN = _bfloat16(x_RD, w_ND)
   return y_RN.astype(out_dtype).reshape(*leading, *outputs)
+
+
+def _dot(x, w, num_inputs, out_dtype):
+  axes = tuple(tuple(range(a.ndim - num_inputs, a.ndim)) for a in (x, w))
+  return jax.lax.dot_general(
+    x, w, (axes, ((), ())), preferred_element_type=out_dtype
+  )
+
+
+# Left to itself the backward pass multiplies a float32 cotangent with operands
+# of 16 bits, which a GPU does by converting those to float32.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _contract(x, w, num_inputs):
+  return _dot(x, w, num_inputs, jnp.float32)
+
+
+def _contract_forward(x, w, num_inputs):
+  return _contract(x, w, num_inputs), (x, w)
+
+
+def _contract_backward(num_inputs, operands, dy):
+  dtype = operands[0].dtype
+  _, transpose = jax.vjp(lambda x, w: _dot(x, w, num_inputs, dtype), *operands)
+  return transpose(dy.astype(dtype))
+
+
+_contract.defvjp(_contract_forward, _contract_backward)
 
 
 def _product(x_RD, w_ND):

@@ -53,9 +53,12 @@ class Qwen2Config:
     remat: recompute each block in the backward pass (less memory).
     scan_layers: True for TPU and GPU: the params of all blocks are stacked and
       one block is compiled and scanned. False for CPU: the blocks are
-      unrolled, each with its own arrays, and products take the form that is
-      native there (see linear.py). `for_platform` chooses.
+      unrolled, each with its own arrays.
+    on_cpu: products and caches take the form that is native to CPUs (see
+      linear.py).
     attention: kernel of the packed form, one of `attention.KERNELS`.
+
+  The last three are chosen by `for_platform`.
   """
 
   vocab_size: int
@@ -73,6 +76,7 @@ class Qwen2Config:
   param_dtype: str = 'float32'
   remat: bool = False
   scan_layers: bool = False
+  on_cpu: bool = True
   attention: str = 'xla'
 
   def __post_init__(self):
@@ -89,7 +93,7 @@ class Qwen2Config:
 
   @property
   def embedding_rows(self) -> int:
-    """`vocab_size` rounded up, so that rows divide over any tensor axis.
+    """`vocab_size` rounded up, so that rows divide over powers of two.
 
     The same on every mesh, so a training checkpoint fits all of them.
     """
@@ -107,9 +111,15 @@ def for_platform(config: Qwen2Config, platform: str) -> Qwen2Config:
   if platform == 'gpu' and config.dtype == 'float32':
     kernel = 'xla'  # cuDNN has attention in 16 bits only.
   return dataclasses.replace(
-    config, scan_layers=platform != 'cpu', attention=kernel
+    config,
+    scan_layers=platform != 'cpu',
+    on_cpu=platform == 'cpu',
+    attention=kernel,
   )
 
+
+# Types of the products and of the params.
+DTYPES = ('float32', 'bfloat16')
 
 SIZES: dict[str, Qwen2Config] = {
   'nano': Qwen2Config(
@@ -203,7 +213,7 @@ def _layer_names(num_layers: int) -> list[str]:
 def _linear(config: Qwen2Config):
   """linear.linear with the compute type and the form of `config`."""
   return functools.partial(
-    linear.linear, dtype=config.dtype, on_cpu=not config.scan_layers
+    linear.linear, dtype=config.dtype, on_cpu=config.on_cpu
   )
 
 
@@ -471,7 +481,7 @@ class Policy:
   def init_cache(self, rows: int, length: int) -> Cache:
     """An empty cache of at least `length` positions a row."""
     config = self.config
-    as_bits = config.dtype == 'bfloat16' and not config.scan_layers
+    as_bits = config.dtype == 'bfloat16' and config.on_cpu
     layer = functools.partial(
       attention.init_cache,
       rows,

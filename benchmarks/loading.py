@@ -2,7 +2,7 @@
 
   python benchmarks/loading.py [--size=qwen2.5-1.5b]
 
-Writes random weights of that size in bfloat16 to a temporary folder, then
+Writes weights of that size in bfloat16 to a temporary folder, then
 reads them in a process for each case. The rule is 1.1 x the params this
 process holds plus the largest tensor; all is over what the process held
 before.
@@ -40,6 +40,7 @@ def _memory(key: str) -> int:
 
 def write(folder: str, size: str, num_layers: int | None) -> None:
   import jax
+  import jax.numpy as jnp
 
   from planpo_jax import weights
   from planpo_jax.models import qwen2
@@ -50,8 +51,11 @@ def write(folder: str, size: str, num_layers: int | None) -> None:
   if num_layers:
     config = dataclasses.replace(config, num_layers=num_layers)
   policy = qwen2.create(config, config.vocab_size)
-  init = jax.jit(qwen2.init_params, static_argnums=0)
-  weights.save(folder, policy, init(policy, jax.random.key(0)))
+  # Any numbers do; drawing random ones would take several times the memory.
+  params = jax.tree.map(
+    lambda x: jnp.full(x.shape, 0.5, x.dtype), qwen2.abstract_params(policy)
+  )
+  weights.save(folder, policy, params)
 
 
 def measure(folders: list[str], dtype: str, stacked: bool) -> None:

@@ -368,14 +368,13 @@ class Qwen2(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, kernel=self.config.attention
       )
 
-    def layer(x_BTD, block):
-      return sharding.constrain_rows(block(x_BTD, rotary, attend))
-
-    x_BTD = sharding.constrain_rows(self._embed(tokens_BT))
     graphdef, blocks = self._split_blocks()
 
     def step(x_BTD, params):
-      return layer(x_BTD, nnx.merge(graphdef, params)), None
+      block = nnx.merge(graphdef, params)
+      return sharding.constrain_rows(block(x_BTD, rotary, attend)), None
+
+    x_BTD = sharding.constrain_rows(self._embed(tokens_BT))
 
     if self.config.remat:
       # In a scan nothing can be shared between the two passes anyway.

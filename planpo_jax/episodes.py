@@ -41,6 +41,7 @@ class Ending(enum.Enum):
 
   TERMINATED = 'terminated'  # The environment ended it: goal reached or lost.
   TRUNCATED = 'truncated'  # A limit of turns or of context ended it.
+  DEADLINE = 'deadline'  # The run's limit of time ended it.
   FAULT = 'fault'  # Environment, network or host failed. Never trained on.
 
 
@@ -86,6 +87,10 @@ class Turn:
     valid: the response had the required format.
     state_key: anchor of the state seen (hash of the observation text).
     truncated: the response hit the cap of tokens without an end token.
+    respond_s: seconds from the request of the response to its last token.
+    env_s: seconds that the environment took to answer the action.
+
+  The seconds are of the clock, so they do not count when turns are compared.
   """
 
   prompt_ids: tuple[int, ...]
@@ -98,6 +103,8 @@ class Turn:
   valid: bool
   state_key: int
   truncated: bool = False
+  respond_s: float = dataclasses.field(default=0.0, compare=False)
+  env_s: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +120,9 @@ class Episode:
     ending: why it stopped.
     fault: cause of a fault, for people to read; empty otherwise.
     goal: the task statement as the policy read it.
+    start_s: seconds into the collection at which it got a slot; never
+      compared, nor is the next.
+    reset_s: seconds that the environment took to begin.
   """
 
   task: Task
@@ -123,6 +133,8 @@ class Episode:
   ending: Ending
   fault: str = ''
   goal: str = ''
+  start_s: float = dataclasses.field(default=0.0, compare=False)
+  reset_s: float = dataclasses.field(default=0.0, compare=False)
 
 
 @jax.tree_util.register_dataclass

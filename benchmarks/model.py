@@ -77,7 +77,7 @@ class Jax:
     def make():
       def extend(params, cache, tokens, start):
         hidden, cache = self.policy.extend(
-          params, cache, tokens, start, jnp.full(rows, chunk, jnp.int32), 0
+          params, cache, tokens, start, jnp.full(rows, chunk, jnp.int32)
         )
         return self.policy.logits(params, hidden[:, -1]), cache
 

@@ -117,7 +117,7 @@ def main() -> None:
   cache = placed(cache, sharding.cache_shardings(mesh, cache))
 
   def extend(params, cache, tokens, start, count):
-    hidden, cache = policy.extend(params, cache, tokens, start, count, 0)
+    hidden, cache = policy.extend(params, cache, tokens, start, count)
     return policy.scaled_logits(params, hidden[:, -1], 1.0), cache
 
   def ids(*shape):

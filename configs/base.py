@@ -59,8 +59,26 @@ def get_config() -> ml_collections.ConfigDict:
   config.mesh.tensor = 1  # Devices over heads and features.
 
   config.sampler = ml_collections.ConfigDict()
-  config.sampler.slots = 8  # Conversations decoded together.
+  # Conversations decoded together; unset: as many as episodes, environment
+  # workers and the memory of the devices allow.
+  config.sampler.slots = config_dict.placeholder(int)
   config.sampler.temperature = 1.0
+  # Filters of what may be sampled, off by default. The learner scores the
+  # whole distribution; loss.ppo_clip.sampler_cap weighs the difference.
+  config.sampler.top_p = 1.0  # Share of the probability that is kept.
+  config.sampler.top_k = 0  # Best ids that are kept; 0: all.
+  config.sampler.min_p = 0.0  # Least probability, as a share of the best id's.
+
+  config.rollout = ml_collections.ConfigDict()
+  # Seconds after which an episode is cut off; 0: none. What is cut depends on
+  # the clock, so such a run is not reproducible.
+  config.rollout.deadline_s = 0.0
+  # Sample the next step's episodes while this step's are learnt from: they are
+  # one step old, which loss.ppo_clip.sampler_cap corrects.
+  config.rollout.overlap = False
+  config.rollout.dump = ''  # Folder for every episode, token by token.
+  # Folder or file of a dump: train from it, without environments or sampling.
+  config.rollout.replay = ''
 
   config.train = ml_collections.ConfigDict()
   config.train.steps = 200
@@ -95,6 +113,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.eval.episodes = 200
   config.eval.every = 5  # Steps; 0 evaluates before and after only.
   config.eval.temperature = 1.0
+  config.eval.top_p = 1.0
+  config.eval.top_k = 0
+  config.eval.min_p = 0.0
   config.eval.max_turns = 30  # Turns an episode in evaluation.
 
   config.checkpoint = ml_collections.ConfigDict()

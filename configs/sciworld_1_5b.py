@@ -22,7 +22,6 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.env.task_types = AGENTGYM_TYPES
   config.env.max_turns = 20
   config.env.workers = 32
-  config.sampler.slots = 32
   config.chat.context = 'conversation'
   config.chat.max_context = 8192
   config.chat.max_response = 200

@@ -17,5 +17,4 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.model.size = 'qwen2.5-7b'
   config.mesh.tensor = 4  # 7B has four key/value heads.
   config.env.workers = 64
-  config.sampler.slots = 64
   return base.variant(config, variant)

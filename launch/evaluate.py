@@ -52,6 +52,7 @@ def main() -> int:
 
   from planpo_jax import (
     build,
+    capacity,
     checkpoint,
     evaluate,
     metrics,
@@ -82,6 +83,7 @@ def main() -> int:
       )
   network = build.network(config, stacked)
   mesh = build.mesh(config, network)
+  slots = capacity.slots(config, network.policy, mesh, training=False)
   if workdir is None:
     model, name = build.model(config, network, mesh), 'initial'
   else:
@@ -93,14 +95,14 @@ def main() -> int:
     name = f'step {step}'
 
   with build.Environment(config) as env:
-    player = build.Player(config, model, mesh, env, terminal)
+    player = build.Player(config, model, mesh, env, terminal, slots=slots)
     played = player.play(
       f'evaluation on {split}',
       evaluate.jobs(env.tasks(split), count),
       seed=(config.seed, evaluate.SEED),
       max_turns=config.eval.max_turns,
-      temperature=config.eval.temperature,
-    )
+      settings=config_lib.settings(config.eval),
+    ).episodes
   result = evaluate.summarize(played)
   kinds = {f'  {k}': summary for k, summary in result.by_type.items()}
   print(f'{split} split\n{evaluate.table({name: result} | kinds)}')

@@ -1,8 +1,10 @@
-"""Writes an HTML report of one training run or several.
+"""Writes an HTML report of training runs or of dumped episodes.
 
   python launch/report.py DIR [DIR...] [--output=FILE]
 
-DIR is the --workdir of launch/train.py; the run may still be going.
+DIR is the --workdir of launch/train.py; the run may still be going. A folder
+of dumped episodes, or one file NAME.jsonl.gz of it, makes a page of just these
+episodes.
 """
 
 from __future__ import annotations
@@ -24,21 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prog='launch/report.py', description=__doc__.splitlines()[0]
   )
   parser.add_argument(
-    'directories',
+    'paths',
     metavar='DIR',
     nargs='+',
     type=pathlib.Path,
-    help='--workdir of a training run',
+    help='--workdir of a training run, or a dump (a folder or NAME.jsonl.gz)',
   )
   parser.add_argument(
     '--output',
     metavar='FILE',
     type=pathlib.Path,
-    help='page to write (default: report.html in the first DIR)',
+    help='page to write (default: report.html in the first DIR, or NAME.html '
+    'beside NAME.jsonl.gz)',
   )
   flags = parser.parse_args(arguments)
   try:
-    print(page.write(flags.directories, flags.output))
+    print(page.write(flags.paths, flags.output))
   except runs.RunError as error:
     print(f'launch/report.py: {error}', file=sys.stderr)
     return 1

@@ -8,7 +8,6 @@ through the environment service once and kept in WORKDIR/demonstrations.
 """
 
 import contextlib
-import dataclasses
 import os
 import sys
 
@@ -34,6 +33,7 @@ def main() -> int:
 
   from planpo_jax import (
     build,
+    capacity,
     demonstrations,
     evaluate,
     imitation,
@@ -97,7 +97,8 @@ def main() -> int:
     mesh = build.mesh(config, network)
     stack.enter_context(jax.set_mesh(mesh))
     model = build.model(config, network, mesh)
-    player = build.Player(config, model, mesh, env, terminal)
+    slots = capacity.slots(config, network.policy, mesh, training=False)
+    player = build.Player(config, model, mesh, env, terminal, slots=slots)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]
     if not fitting:
@@ -147,16 +148,15 @@ def main() -> int:
       param_dtype=config.model.param_dtype,
       shardings=jax.tree.map(lambda x: x.sharding, model.params),
     )
-    model = dataclasses.replace(model, params=params)
-    player.set_params(model.params)
+    player.set_params(params)
     played = player.play(
       'evaluation',
       evaluate.jobs(env.tasks(config.env.eval_split), config.eval.episodes),
       seed=(config.seed, evaluate.SEED),
       max_turns=config.eval.max_turns,
-      temperature=config.eval.temperature,
+      settings=config_lib.settings(config.eval),
     )
-    rows = {'warm start': evaluate.summarize(played)}
+    rows = {'warm start': evaluate.summarize(played.episodes)}
     terminal.say(
       f'held-out tasks ({config.env.eval_split} split):\n{evaluate.table(rows)}'
     )

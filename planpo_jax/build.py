@@ -22,6 +22,7 @@ from planpo_jax import (
   metrics,
   rollout,
   sampler,
+  sampling,
   sharding,
   weights,
 )
@@ -257,7 +258,7 @@ def chat_format(
 
 
 class Player:
-  """Plays jobs with the current weights and tells how far it is."""
+  """Plays jobs with the weights given and tells how far it is."""
 
   def __init__(
     self,
@@ -267,25 +268,30 @@ class Player:
     env: Environment,
     terminal: metrics.Terminal,
     should_stop: Callable[[], bool] = lambda: False,
+    *,
+    slots: int,
   ):
+    """Allocates the cache of `slots` slots, see `capacity.slots`."""
     self._env = env
     self._terminal = terminal
     self._should_stop = should_stop
+    self._deadline_s = config.rollout.deadline_s
+    self._lengths = rollout.Lengths()
     self.format = chat_format(config, made.tokenizer, env.description)
     self._sampler = sampler.Sampler(
       made.policy,
       made.params,
-      slots=config.sampler.slots,
+      slots=slots,
       cache_len=config.chat.max_context,
       max_new_tokens=config.chat.max_response,
-      temperature=config.sampler.temperature,
+      settings=config_lib.settings(config.sampler),
       stop_ids=made.tokenizer.stop_ids,
       mesh=on_mesh,
     )
-    self.tokens_per_s = 0.0
 
-  def set_params(self, params: qwen2.Params) -> None:
-    self._sampler.set_params(params)
+  def set_params(self, params: qwen2.Params, *, copy: bool = False) -> None:
+    """See `sampler.Sampler.set_params`."""
+    self._sampler.set_params(params, copy=copy)
 
   def play(
     self,
@@ -294,22 +300,23 @@ class Player:
     *,
     seed: tuple[int, ...],
     max_turns: int,
-    temperature: float,
-  ) -> list[episodes.Episode]:
+    settings: sampling.Settings,
+  ) -> rollout.Collected:
     """Plays `jobs`; see `rollout.collect`."""
-    start, before = time.perf_counter(), self._sampler.decoded_tokens
+    self._sampler.settings = settings
+    start = time.perf_counter()
+    before = self._sampler.counters.decoded_tokens
 
     def tell(done: int, turns: int) -> None:
       spent = time.perf_counter() - start
-      rate = (self._sampler.decoded_tokens - before) / spent
+      rate = (self._sampler.counters.decoded_tokens - before) / spent
       text = f'{label}: {done}/{len(jobs)} episodes, {turns} turns'
       if done:
         left = metrics.duration(spent / done * (len(jobs) - done))
         text += f', {rate:.0f} tokens/s, {left} left'
       self._terminal.progress(text)
 
-    self._sampler.temperature = temperature
-    played = self._env.run(
+    collected = self._env.run(
       rollout.collect(
         self._env.client,
         self._sampler,
@@ -317,10 +324,12 @@ class Player:
         jobs,
         seed=seed,
         max_turns=max_turns,
+        sessions=self._env.description.workers,
+        deadline_s=self._deadline_s,
+        expected=self._lengths.expected,
         on_progress=tell,
         should_stop=self._should_stop,
       )
     )
-    spent = time.perf_counter() - start
-    self.tokens_per_s = (self._sampler.decoded_tokens - before) / spent
-    return played
+    self._lengths.observe(collected.episodes)
+    return collected

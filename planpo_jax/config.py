@@ -15,7 +15,7 @@ import jax
 import ml_collections
 
 from envs_server import env
-from planpo_jax import advantages, chat, losses
+from planpo_jax import advantages, chat, losses, sampling
 from planpo_jax.models import qwen2
 
 # Keys that change where and how fast a run goes, not what it computes: a run
@@ -32,6 +32,7 @@ _FREE = (
   'checkpoint.every',
   'checkpoint.keep',
   'report.transcripts',
+  'rollout.dump',
 )
 
 
@@ -71,11 +72,16 @@ def check(
         'train random weights; give the folder of a checkpoint, e.g. '
         '--config.model.checkpoint=/path/to/Qwen2.5-1.5B-Instruct.'
       )
-  if not config.env.address and config.sampler.slots > config.env.workers:
+  slots = config.sampler.slots
+  if slots is not None and slots < 1:
     raise ConfigError(
-      f'sampler.slots={config.sampler.slots}, but '
-      f'env.workers={config.env.workers} environments can play at a time; try '
-      f'env.workers={config.sampler.slots}.'
+      f'sampler.slots={slots} must be at least 1; leave it unset to have it '
+      'chosen.'
+    )
+  if not config.env.address and (slots or 0) > config.env.workers:
+    raise ConfigError(
+      f'sampler.slots={slots}, but env.workers={config.env.workers} '
+      f'environments can play at a time; try env.workers={slots}.'
     )
   if config.env.address and not re.fullmatch(r'.+:\d+', config.env.address):
     raise ConfigError(
@@ -92,6 +98,7 @@ def check(
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
   _check_group(config)
   _check_lengths(config)
+  _check_rollout(config)
   _check_devices(config, num_devices)
 
 
@@ -99,7 +106,6 @@ _POSITIVE = (
   'env.workers',
   'env.max_turns',
   'chat.max_response',
-  'sampler.slots',
   'train.steps',
   'train.tasks_per_step',
   'train.group_size',
@@ -143,10 +149,51 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
       f'chat.max_context={context}: the longest episode would fit no row; try '
       f'learner.row_len={context}.'
     )
-  if config.sampler.temperature <= 0:
+
+
+def settings(section: ml_collections.ConfigDict) -> sampling.Settings:
+  """How to sample, from `config.sampler` or `config.eval`."""
+  return sampling.Settings(
+    temperature=section.temperature,
+    top_p=section.top_p,
+    top_k=section.top_k,
+    min_p=section.min_p,
+  )
+
+
+def _check_rollout(config: ml_collections.ConfigDict) -> None:
+  for name in ('sampler', 'eval'):
+    try:
+      settings(config[name]).check(f'{name}.')
+    except ValueError as error:
+      raise ConfigError(str(error)) from error
+  if config.sampler.temperature == 0:
     raise ConfigError(
-      f'sampler.temperature={config.sampler.temperature} must be above 0: '
-      'greedy rollouts have no log-probabilities to learn from; try 1.0.'
+      'sampler.temperature=0 must be above 0: greedy rollouts have no '
+      'log-probabilities to learn from; try 1.0.'
+    )
+  rollout = config.rollout
+  if not 0 <= rollout.deadline_s < math.inf:
+    raise ConfigError(
+      f'rollout.deadline_s={rollout.deadline_s} must be at least 0 seconds; 0 '
+      'sets no deadline.'
+    )
+  for key in ('overlap', 'dump'):
+    if rollout.replay and rollout[key]:
+      raise ConfigError(
+        f'rollout.replay={rollout.replay!r} plays nothing, so '
+        f'rollout.{key}={rollout[key]!r} has no meaning; set one of them only.'
+      )
+  loss = config.loss[config.loss.name]
+  if rollout.overlap and loss.get('sampler_cap') is None:
+    raise ConfigError(
+      'rollout.overlap=True learns from episodes that an older policy sampled; '
+      f'correct for it by --config.loss.{config.loss.name}.sampler_cap=2.0 '
+      '(or another cap of the importance weights).'
+      if 'sampler_cap' in loss
+      else f'rollout.overlap=True needs a loss that corrects for episodes of '
+      f'an older policy, which loss.name={config.loss.name!r} does not; try '
+      'loss.name=ppo_clip.'
     )
 
 

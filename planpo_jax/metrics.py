@@ -169,10 +169,18 @@ def warnings(scalars: Mapping[str, float]) -> list[str]:
       f'{scalars["loss/skipped_updates"]:.0f} updates had nothing to learn '
       'from and were skipped'
     )
-  if scalars['loss/sampler_gap'] > _GAP_WARNING:
+  # An older policy disagrees by rights.
+  fresh = not scalars.get('rollout/staleness')
+  if fresh and scalars['loss/sampler_gap'] > _GAP_WARNING:
     found.append(
       'sampler and learner disagree on a token by '
-      f'{scalars["loss/sampler_gap"]:.3f} nats'
+      f'{scalars["loss/sampler_gap"]:.3f} nats, above {_GAP_WARNING}; '
+      'loss.ppo_clip.sampler_cap=2.0 corrects for it'
+    )
+  if scalars['rollout/deadline_episodes']:
+    found.append(
+      f'{scalars["rollout/deadline_episodes"]:.0%} of the episodes were cut '
+      'off by rollout.deadline_s; metrics.jsonl tells of which task types'
     )
   if scalars['rollout/faults']:
     found.append(
@@ -231,9 +239,26 @@ def rollout_scalars(played: Sequence[episodes.Episode]) -> dict[str, float]:
     'rollout/truncated_episodes': mean(
       e.ending is episodes.Ending.TRUNCATED for e in whole
     ),
+    'rollout/deadline_episodes': mean(
+      e.ending is episodes.Ending.DEADLINE for e in whole
+    ),
     'rollout/truncated_responses': mean(t.truncated for t in turns),
     'rollout/valid_actions': mean(t.valid for t in turns),
-  }
+  } | _cut_scalars(whole)
+
+
+def _cut_scalars(whole: Sequence[episodes.Episode]) -> dict[str, float]:
+  """Whom the deadline cut off: a set that is skewed skews what is learnt."""
+  cut = [e for e in whole if e.ending is episodes.Ending.DEADLINE]
+  if not cut:
+    return {}
+  turns = [len(e.turns) for e in cut]
+  scalars = {'rollout/deadline_turns': float(np.mean(turns))}
+  for name in sorted({e.task.name for e in cut}):
+    played = sum(e.task.name == name for e in whole)
+    share = sum(e.task.name == name for e in cut) / played
+    scalars[f'rollout_deadline/{name}'] = share
+  return scalars
 
 
 def write_transcripts(

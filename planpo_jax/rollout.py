@@ -1,18 +1,23 @@
 """Plays episodes: joins sampler slots and environment sessions.
 
 Every episode is a coroutine of its own. While one waits for its environment,
-the sampler goes on decoding the others: there is no lock-step over turns.
-What is sampled depends on (seed, step, task, member, turn) alone, so timing
-never shows in the result.
+the sampler goes on decoding the others: there is no lock-step over turns, and
+the slot of an episode that ended is taken by the next one at once. What is
+sampled depends on (seed, step, task, member, turn) alone, so timing never shows
+in the result, unless a deadline cuts episodes off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -20,9 +25,99 @@ from planpo_jax import chat, env_client, episodes, sampler
 
 Job = tuple[episodes.Task, int]  # A task and the member of its group.
 
+# Share of the episodes after which the tail begins.
+_TAIL = 0.9
+
+# Seconds of decoding at a stretch while some slot may come back from its
+# environment, and while none can.
+_BURST_S = 0.03
+_LONG_BURST_S = 1.0
+
 
 class StoppedError(Exception):
   """The run was asked to stop; episodes in flight were given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+  """Where the time of one collection went.
+
+  The shares are of slot time (slots x seconds) before the tail: the time after
+  90 % of the episodes ended, when there is nothing left to fill slots with.
+
+  Attributes:
+    wall_s: seconds of the whole collection.
+    tail_s: seconds of the tail.
+    occupancy: share in which a slot holds an episode. It is the sum of the
+      next three and of what lies between them.
+    decode_share: share in which a response is being sampled.
+    prefill_share: share in which a context is read, or waits to be.
+    env_wait_share: share in which the environment takes its step.
+    batch_fill: share of the rows of decoding steps that were sampling.
+    tokens_per_s: tokens sampled.
+    prefilled_tokens: tokens of contexts that were computed.
+    overhead_share: share of `wall_s` outside of compiled calls in which not
+      everything was waiting for environments.
+  """
+
+  wall_s: float
+  tail_s: float
+  occupancy: float
+  decode_share: float
+  prefill_share: float
+  env_wait_share: float
+  batch_fill: float
+  tokens_per_s: float
+  prefilled_tokens: int
+  overhead_share: float
+
+  def scalars(self) -> dict[str, float]:
+    return {
+      f'rollout/{name}': float(value)
+      for name, value in dataclasses.asdict(self).items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+  """What `collect` returns.
+
+  Attributes:
+    episodes: one a job, in the order of the jobs.
+    stats: where the time went.
+  """
+
+  episodes: list[episodes.Episode]
+  stats: Stats
+
+
+class Lengths:
+  """Tokens of past episodes, to tell which jobs to start first.
+
+  The longest should not be started last: all slots but one would idle.
+  """
+
+  def __init__(self):
+    self._by_task: dict[episodes.Task, float] = {}
+    self._by_type: dict[str, float] = {}
+
+  def observe(self, played: Sequence[episodes.Episode]) -> None:
+    found = collections.defaultdict(list)
+    for episode in played:
+      tokens = sum(
+        len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns
+      )
+      found[episode.task].append(tokens)
+      found[episode.task.name].append(tokens)
+    for key, tokens in found.items():
+      known = self._by_type if isinstance(key, str) else self._by_task
+      mean = float(np.mean(tokens))
+      known[key] = (mean + known.get(key, mean)) / 2  # Recent ones count most.
+
+  def expected(self, task: episodes.Task) -> float:
+    """Tokens of an episode of `task`; infinite if nothing is known of it."""
+    by_type = self._by_type.get(task.name, math.inf)
+    return self._by_task.get(task, by_type)
 
 
 def group_jobs(tasks: Sequence[episodes.Task], group_size: int) -> list[Job]:
@@ -46,18 +141,28 @@ async def collect(
   *,
   seed: tuple[int, ...],
   max_turns: int,
+  sessions: int = 0,
+  deadline_s: float = 0.0,
+  expected: Callable[[episodes.Task], float] = lambda task: 0.0,
   on_progress: Callable[[int, int], None] = lambda episodes, turns: None,
   should_stop: Callable[[], bool] = lambda: False,
-) -> list[episodes.Episode]:
+) -> Collected:
   """Plays every job once.
 
   Args:
     client: a connected client.
-    policy_sampler: its temperature and params are used as they are.
+    policy_sampler: its settings and params are used as they are.
     fmt: how conversations become tokens.
     jobs: what to play; the result keeps this order.
     seed: integers that name this collection, e.g. (seed, step).
     max_turns: turns after which an episode is truncated.
+    sessions: environments to use at a time. Those beyond the free slots are
+      reset ahead, so that a slot is never given to an episode that has yet to
+      begin. At least the free slots; 0 for as many.
+    deadline_s: seconds after which an episode that holds a slot is cut off
+      with the turns that it has; 0 for none.
+    expected: length of an episode of a task in any unit; longer ones start
+      first.
     on_progress: called with (episodes done, turns played) so far.
     should_stop: polled several times a second.
 
@@ -69,10 +174,12 @@ async def collect(
     StoppedError: `should_stop` became true.
     chat.PromptTooLongError: a task does not fit the context at all.
   """
-  decoder = _Decoder(policy_sampler)
+  ledger = _Ledger(policy_sampler, len(jobs))
   slots: asyncio.Queue[int] = asyncio.Queue()
-  for slot in policy_sampler.free:
+  for slot in policy_sampler.free[: len(jobs)]:
     slots.put_nowait(slot)
+  decoder = _Decoder(policy_sampler, ledger)
+  permits = asyncio.Semaphore(max(sessions, slots.qsize()))
   counts = [0, 0]
 
   def count_turn() -> None:
@@ -80,25 +187,27 @@ async def collect(
     on_progress(*counts)
 
   async def play(task: episodes.Task, member: int) -> episodes.Episode:
-    slot = await slots.get()
-    try:
-      policy_sampler.reset(slot)
+    async with permits:
       session = client.session(task, step_limit=max_turns)
+      game = _Game(session, fmt, task, member, seed)
       try:
-        return await _play_one(
-          session, decoder, slot, fmt, task, member, seed, count_turn
-        )
+        await game.begin()
+        slot = await slots.get()
+        game.start_s = ledger.now()
+        try:
+          with ledger.span('held'):
+            await game.play(decoder, slot, deadline_s, count_turn)
+        finally:
+          slots.put_nowait(slot)
       except env_client.EnvFault as fault:
         logging.warning('episode of %s dropped: %s', task, fault)
-        return episodes.Episode(
-          task, member, (), 0.0, False, episodes.Ending.FAULT, str(fault)
-        )
+        game.fault = str(fault)
       finally:
         await session.close()
-        counts[0] += 1
-        on_progress(*counts)
-    finally:
-      slots.put_nowait(slot)
+      counts[0] += 1
+      ledger.ended()
+      on_progress(*counts)
+      return game.episode()
 
   async def watch() -> None:
     while not should_stop():
@@ -106,7 +215,8 @@ async def collect(
     raise StoppedError
 
   on_progress(*counts)
-  playing = asyncio.gather(*(play(task, member) for task, member in jobs))
+  order = sorted(range(len(jobs)), key=lambda i: -expected(jobs[i][0]))
+  playing = asyncio.gather(*(play(*jobs[i]) for i in order))
   others = [asyncio.ensure_future(work) for work in (decoder.run(), watch())]
   try:
     done, _ = await asyncio.wait(
@@ -114,7 +224,8 @@ async def collect(
     )
     for future in done:
       future.result()  # Raises what stopped us, if anything did.
-    return playing.result()
+    played = dict(zip(order, playing.result(), strict=True))
+    return Collected([played[i] for i in range(len(jobs))], ledger.stats())
   finally:
     for future in (playing, *others):
       future.cancel()
@@ -123,62 +234,123 @@ async def collect(
       policy_sampler.reset(slot)
 
 
-async def _play_one(
-  session: env_client.Session,
-  decoder: _Decoder,
-  slot: int,
-  fmt: chat.Format,
-  task: episodes.Task,
-  member: int,
-  seed: tuple[int, ...],
-  on_turn: Callable[[], None],
-) -> episodes.Episode:
-  seen = await session.reset()
-  goal = seen.goal
-  talk = fmt.begin(goal)
-  turns: list[episodes.Turn] = []
-  while seen.ending is None:
+class _Game:
+  """One episode while it is played.
+
+  Attributes:
+    fault: why the environment failed for good; empty if it did not.
+    start_s: seconds into the collection at which it got its slot.
+  """
+
+  def __init__(
+    self,
+    session: env_client.Session,
+    fmt: chat.Format,
+    task: episodes.Task,
+    member: int,
+    seed: tuple[int, ...],
+  ):
+    self._session = session
+    self._fmt = fmt
+    self._task = task
+    self._member = member
+    self._seed = seed
+    self._turns: list[episodes.Turn] = []
+    self._seen = episodes.Observation('')
+    self._ending: episodes.Ending | None = None
+    self._goal = ''
+    self._reset_s = 0.0
+    self.fault = ''
+    self.start_s = 0.0
+
+  async def begin(self) -> None:
+    """Resets the environment."""
+    start = time.perf_counter()
+    self._seen = await self._session.reset()
+    self._reset_s = time.perf_counter() - start
+    self._goal = self._seen.goal
+
+  async def play(
+    self,
+    decoder: _Decoder,
+    slot: int,
+    deadline_s: float,
+    on_turn: Callable[[], None],
+  ) -> None:
+    """Plays to the end, or to the deadline."""
     try:
-      context, prompt_ids = talk.prompt(seen.text)
-    except chat.PromptTooLongError as error:
-      if not turns:
-        raise chat.PromptTooLongError(f'{task}: {error}') from error
-      # The context is used up: as with the limit of turns, the outcome so
-      # far stands.
-      ending = episodes.Ending.TRUNCATED
-      break
-    key = turn_key(seed, task, member, len(turns))
-    response = await decoder.respond(slot, context, key)
-    text, action, cut = fmt.parse(response.ids, response.truncated)
-    after = await session.step(action.text)
-    turns.append(
-      episodes.Turn(
-        prompt_ids=tuple(prompt_ids),
-        response_ids=tuple(int(i) for i in response.ids),
-        response_logps=tuple(float(p) for p in response.logps),
-        observation=seen.text,
-        response=text,
-        action=action.text,
-        reward=after.reward,
-        valid=action.valid,
-        state_key=state_key(seen.text),
-        truncated=cut,
+      async with asyncio.timeout(deadline_s or None):
+        await self._play(decoder, slot, on_turn)
+    except TimeoutError:
+      self._ending = episodes.Ending.DEADLINE
+      if not self._turns:
+        self.fault = f'no turn within the deadline of {deadline_s:g} s'
+
+  async def _play(self, decoder, slot, on_turn) -> None:
+    talk = self._fmt.begin(self._goal)
+    while self._seen.ending is None:
+      seen, turn = self._seen, len(self._turns)
+      try:
+        context, prompt_ids = talk.prompt(seen.text)
+      except chat.PromptTooLongError as error:
+        if not turn:
+          raise chat.PromptTooLongError(f'{self._task}: {error}') from error
+        # The context is used up: as with the limit of turns, the outcome so
+        # far stands.
+        self._ending = episodes.Ending.TRUNCATED
+        return
+      key = turn_key(self._seed, self._task, self._member, turn)
+      start = time.perf_counter()
+      response = await decoder.respond(slot, context, key, fresh=not turn)
+      answered = time.perf_counter()
+      text, action, cut = self._fmt.parse(response.ids, response.truncated)
+      with decoder.ledger.span('env'):
+        after = await self._session.step(action.text)
+      self._turns.append(
+        episodes.Turn(
+          prompt_ids=tuple(prompt_ids),
+          response_ids=tuple(response.ids.tolist()),
+          response_logps=tuple(response.logps.tolist()),
+          observation=seen.text,
+          response=text,
+          action=action.text,
+          reward=after.reward,
+          valid=action.valid,
+          state_key=state_key(seen.text),
+          truncated=cut,
+          respond_s=answered - start,
+          env_s=time.perf_counter() - answered,
+        )
       )
+      talk.respond(
+        context, self._turns[-1].response_ids, seen.text, action.text
+      )
+      on_turn()
+      self._seen = after
+    self._ending = self._seen.ending
+
+  def episode(self) -> episodes.Episode:
+    if self.fault:
+      return episodes.Episode(
+        self._task,
+        self._member,
+        (),
+        0.0,
+        False,
+        episodes.Ending.FAULT,
+        self.fault,
+      )
+    return episodes.Episode(
+      self._task,
+      self._member,
+      tuple(self._turns),
+      self._seen.score,
+      self._seen.success,
+      self._ending,
+      goal=self._goal,
+      start_s=self.start_s,
+      reset_s=self._reset_s,
     )
-    talk.respond(context, turns[-1].response_ids, seen.text, action.text)
-    on_turn()
-    seen = after
-  else:
-    ending = seen.ending
-  return episodes.Episode(
-    task,
-    member,
-    tuple(turns),
-    seen.score,
-    seen.success,
-    ending,
-    goal=goal,
-  )
 
 
 def turn_key(
@@ -199,41 +371,147 @@ def state_key(observation: str) -> int:
 class _Decoder:
   """Runs the sampler in a thread while environments step on the event loop."""
 
-  def __init__(self, policy_sampler: sampler.Sampler):
+  def __init__(self, policy_sampler: sampler.Sampler, ledger: _Ledger):
+    self.ledger = ledger
     self._sampler = policy_sampler
-    self._new: list[tuple[int, list[int], np.ndarray]] = []
-    self._waiting: dict[int, asyncio.Future] = {}
+    # Requests that the sampler does not know yet, and drops, in their order:
+    # a slot that is dropped may be asked for at once by another episode.
+    self._orders: list[tuple[int, list[int] | None, np.ndarray, bool]] = []
+    self._asked: dict[int, asyncio.Future] = {}
+    self._running: dict[int, asyncio.Future] = {}
     self._wake = asyncio.Event()
 
   async def respond(
-    self, slot: int, context: list[int], key: np.ndarray
+    self, slot: int, context: list[int], key: np.ndarray, *, fresh: bool
   ) -> sampler.Response:
+    """Samples a response; `fresh` forgets what the slot holds.
+
+    Not even a prefix of another episode is kept: in how many pieces a context
+    is read would depend on who had the slot before, and with it the last bit.
+    """
     future = asyncio.get_running_loop().create_future()
-    self._waiting[slot] = future
-    self._new.append((slot, context, key))
+    self._asked[slot] = future
+    self._orders.append((slot, context, key, fresh))
     self._wake.set()
-    return await future
+    start = self.ledger.now()
+    try:
+      response = await future
+    except asyncio.CancelledError:
+      for futures in (self._asked, self._running):
+        if futures.get(slot) is future:
+          del futures[slot]
+      self._orders.append((slot, None, key, True))
+      raise
+    middle = start + response.prefill_s
+    self.ledger.add('prefill', start, middle)
+    self.ledger.add('decode', middle, self.ledger.now())
+    return response
 
   async def run(self) -> None:
     while True:
-      if not self._waiting:
+      if not self._asked and not self._running:
+        idle = self.ledger.now()
         self._wake.clear()
         await self._wake.wait()
-      new, self._new = self._new, []
+        self.ledger.idle_s += self.ledger.now() - idle
+      orders, self._orders = self._orders, []
+      self._running |= self._asked
+      self._asked = {}
+      # Slots that others hold wait for environments, and come back any time.
+      alone = len(self._running) >= self.ledger.held
       # Shielded, because a thread cannot be cancelled: the cache is in its
       # hands until it returns.
-      advance = asyncio.ensure_future(asyncio.to_thread(self._advance, new))
+      advance = asyncio.ensure_future(
+        asyncio.to_thread(self._advance, orders, alone)
+      )
       try:
         responses = await asyncio.shield(advance)
       except asyncio.CancelledError:
         await asyncio.wait([advance])
         raise
       for response in responses:
-        self._waiting.pop(response.slot).set_result(response)
+        # Nobody waits for one that was dropped while it was decoded.
+        if future := self._running.pop(response.slot, None):
+          future.set_result(response)
 
-  def _advance(
-    self, new: list[tuple[int, list[int], np.ndarray]]
-  ) -> list[sampler.Response]:
-    for slot, context, key in new:
-      self._sampler.submit(slot, context, key)
-    return self._sampler.decode()
+  def _advance(self, orders, alone: bool) -> list[sampler.Response]:
+    for slot, context, key, fresh in orders:
+      if fresh:
+        self._sampler.reset(slot)
+      if context is not None:
+        self._sampler.submit(slot, context, key)
+    burst_s = _LONG_BURST_S if alone else _BURST_S
+    steps = burst_s / max(self._sampler.step_s, 1e-6)
+    return self._sampler.decode(max(1, int(steps)))
+
+
+class _Ledger:
+  """Books how the time of a collection is spent.
+
+  Attributes:
+    idle_s: seconds in which every episode waited for its environment.
+  """
+
+  def __init__(self, policy_sampler: sampler.Sampler, jobs: int):
+    self._sampler = policy_sampler
+    self._before = dataclasses.replace(policy_sampler.counters)
+    self._slots = min(len(policy_sampler.free), jobs)
+    self._jobs = jobs
+    self._start = time.perf_counter()
+    self._ended: list[float] = []
+    self._spans: list[tuple[str, float, float]] = []
+    self.held = 0
+    self.idle_s = 0.0
+
+  def now(self) -> float:
+    """Seconds since the collection began."""
+    return time.perf_counter() - self._start
+
+  def add(self, kind: str, start: float, end: float) -> None:
+    self._spans.append((kind, start, end))
+
+  @contextlib.contextmanager
+  def span(self, kind: str) -> Iterator[None]:
+    start = self.now()
+    self.held += kind == 'held'
+    try:
+      yield
+    finally:
+      self.held -= kind == 'held'
+      self.add(kind, start, self.now())
+
+  def ended(self) -> None:
+    """An episode ended now."""
+    self._ended.append(self.now())
+
+  def stats(self) -> Stats:
+    wall_s = self.now()
+    before_tail = math.ceil(_TAIL * self._jobs)
+    tail = sorted(self._ended)[before_tail - 1] if self._jobs else wall_s
+    whole = max(self._slots * tail, 1e-9)
+
+    def share(kind: str) -> float:
+      return (
+        sum(
+          max(0.0, min(end, tail) - min(start, tail))
+          for name, start, end in self._spans
+          if name == kind
+        )
+        / whole
+      )
+
+    done = self._sampler.counters - self._before
+    rows = done.steps * len(self._sampler.free)
+    busy_s = done.prefill_s + done.decode_s + self.idle_s
+    return Stats(
+      wall_s=wall_s,
+      tail_s=wall_s - tail,
+      occupancy=share('held'),
+      decode_share=share('decode'),
+      prefill_share=share('prefill'),
+      env_wait_share=share('env'),
+      batch_fill=done.decoded_tokens / rows if rows else 0.0,
+      tokens_per_s=done.decoded_tokens / wall_s,
+      prefilled_tokens=done.prefilled_tokens,
+      overhead_share=max(0.0, 1 - busy_s / wall_s),
+    )

@@ -1,53 +1,93 @@
 """Continuous batching over a fixed number of slots with a KV cache.
 
-A slot holds one growing token sequence. `submit` prefills what its cache does
-not hold yet and arms it; `decode` advances all armed slots together until one
-of them finishes; that one can be armed again while the others go on.
+A slot holds one growing token sequence. `submit` says what its context is;
+`decode` prefills what the cache of the slot does not hold yet, a chunk at a
+time between steps of the other slots, and advances all that are ready together
+until one of them finishes; that one can be given a new context while the others
+go on.
 
-What a slot computes depends on its own sequence and key only: each prefill
-runs alone, in chunks chosen from its own lengths, every decode step has the
-same compiled shape, and attention over the cache gives the same bits however
-far the longest neighbour makes it read.
+What a slot computes depends on its own sequence and key only: the chunks of a
+context follow from its own lengths, each chunk length and each decoding step
+has one compiled shape whatever the neighbours do, and attention over the cache
+gives the same bits however far the longest neighbour makes it read.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from planpo_jax import sharding
+from planpo_jax import sampling, sharding
 from planpo_jax.models import qwen2
 
 # Lengths in which context is prefilled; each one used is compiled once.
 PREFILL_CHUNKS = (16, 64, 256)
 
-# Ids per block of the two-level search for the sampled id.
-_SEARCH_BLOCK = 128
+# Tokens that are prefilled at most while other slots wait for their next step.
+PREFILL_BUDGET = 256
 
-# One entry per compilation of the functions below.
-_compiled: list[str] = []
+# Tokens of one call of prefilling where a weight that is read serves many rows
+# (TPU, GPU). A CPU is busy with one chunk, and rows that pad would cost as
+# much as real ones.
+_GROUP_TOKENS = 512
+
+# Decoding steps between two rounds of prefilling.
+_STEPS_BETWEEN = 4
+
+# First column of the orders to `_decode`.
+_KEEP, _ARM, _DROP = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-  """What one armed slot produced.
+  """What one slot produced.
 
   Attributes:
     slot: which slot.
     ids: int32 token ids as sampled, the stop id included.
-    logps: float32 nats, log-probability of each at sampling temperature.
+    logps: float32 nats, log-probability of each under the distribution that
+      it was drawn from.
     truncated: it ended without a stop id, by a cap or a full cache.
+    prefill_s: seconds from `submit` to the first decoding step.
   """
 
   slot: int
   ids: np.ndarray
   logps: np.ndarray
   truncated: bool
+  prefill_s: float = dataclasses.field(default=0.0, compare=False)
+
+
+@dataclasses.dataclass
+class Counters:
+  """What a sampler has done so far.
+
+  Attributes:
+    prefilled_tokens: context tokens computed outside of decoding steps.
+    decoded_tokens: response tokens sampled.
+    steps: decoding steps, of all slots together.
+    prefill_s: seconds of compiled prefilling.
+    decode_s: seconds of compiled decoding.
+  """
+
+  prefilled_tokens: int = 0
+  decoded_tokens: int = 0
+  steps: int = 0
+  prefill_s: float = 0.0
+  decode_s: float = 0.0
+
+  def __sub__(self, before: Counters) -> Counters:
+    names = (field.name for field in dataclasses.fields(self))
+    return Counters(
+      **{name: getattr(self, name) - getattr(before, name) for name in names}
+    )
 
 
 @functools.partial(
@@ -66,7 +106,7 @@ class Response:
 )
 @dataclasses.dataclass(frozen=True)
 class _Slots:
-  """State of all slots; host arrays between calls of `decode`.
+  """State of all slots; it stays on the device.
 
   Attributes:
     token_B: int32, the last token of the sequence, not yet in the cache.
@@ -79,84 +119,66 @@ class _Slots:
     logps_BM: float32 nats, of `ids_BM`.
   """
 
-  token_B: np.ndarray
-  length_B: np.ndarray
-  armed_B: np.ndarray
-  made_B: np.ndarray
-  budget_B: np.ndarray
-  key_B2: np.ndarray
-  ids_BM: np.ndarray
-  logps_BM: np.ndarray
+  token_B: jax.Array
+  length_B: jax.Array
+  armed_B: jax.Array
+  made_B: jax.Array
+  budget_B: jax.Array
+  key_B2: jax.Array
+  ids_BM: jax.Array
+  logps_BM: jax.Array
 
 
-def sample(
-  logits_BV: jax.Array, uniform_B: jax.Array, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Ids drawn from softmax(logits) by inverse CDF; argmax at temperature 0.
+def _no_slots(rows: int, width: int) -> _Slots:
+  def zeros(dtype, *shape):
+    return jnp.zeros((rows, *shape), dtype)
 
-  One uniform number a row and a search in two levels: over sums of blocks,
-  then inside one block. An id of probability 0 is never returned.
+  return _Slots(
+    token_B=zeros(jnp.int32),
+    length_B=zeros(jnp.int32),
+    armed_B=zeros(bool),
+    made_B=zeros(jnp.int32),
+    budget_B=zeros(jnp.int32),
+    key_B2=zeros(jnp.uint32, 2),
+    ids_BM=zeros(jnp.int32, width),
+    logps_BM=zeros(jnp.float32, width),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(policy, params, cache, tokens_GT, start_G, count_G, row_G):
+  """Appends a chunk to each of some rows; returns a scalar to wait for too."""
+  hidden_GTD, cache = policy.extend(
+    params, cache, tokens_GT, start_G, count_G, row_G
+  )
+  return cache, hidden_GTD[0, 0, 0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+def _decode(
+  policy, mesh, params, cache, slots, orders_B6, stop_V, settings, max_steps
+):
+  """Follows the orders, then steps until a slot finishes.
 
   Args:
-    logits_BV: float32, already divided by the temperature.
-    uniform_B: float32 in [0, 1).
-    temperature: scalar; only whether it is 0 matters here.
+    orders_B6: int32 columns: what to do (keep, arm, drop); then token, length,
+      budget and the two words of the key of a slot to arm.
 
   Returns:
-    id_B, int32, and its log-probability logp_B, float32 nats.
+    The cache, the slots, and [B, 2] int32: armed or not, tokens made.
   """
-  rows, vocab = logits_BV.shape
-  blocks = -(-vocab // _SEARCH_BLOCK)
-  max_B = logits_BV.max(axis=-1)
-  # One pass of exponentials serves the search and the log-probability.
-  weights_BV = jnp.exp(logits_BV - max_B[:, None])
-  weights_BJI = jnp.pad(
-    weights_BV, ((0, 0), (0, blocks * _SEARCH_BLOCK - vocab))
-  ).reshape(rows, blocks, _SEARCH_BLOCK)
-  sums_BJ = weights_BJI.sum(axis=-1)
-  total_B = sums_BJ.sum(axis=-1)
-
-  def search(weights_BX, target_B):
-    """First index whose cumulative weight exceeds the target, and before."""
-    cdf_BX = jnp.cumsum(weights_BX, axis=-1)
-    index_B = jnp.sum(cdf_BX <= target_B[:, None], axis=-1)
-    # Rounding may put the target at or past the total: the last real entry.
-    size = weights_BX.shape[-1]
-    last_B = size - 1 - jnp.argmax(weights_BX[:, ::-1] > 0, axis=-1)
-    index_B = jnp.minimum(index_B, last_B)
-    before_BX = jnp.pad(cdf_BX[:, :-1], ((0, 0), (1, 0)))
-    return index_B, jnp.take_along_axis(before_BX, index_B[:, None], 1)[:, 0]
-
-  def draw():
-    target_B = uniform_B * total_B
-    block_B, before_B = search(sums_BJ, target_B)
-    weights_BI = jnp.take_along_axis(weights_BJI, block_B[:, None, None], 1)[
-      :, 0
-    ]
-    inside_B, _ = search(weights_BI, target_B - before_B)
-    return (block_B * _SEARCH_BLOCK + inside_B).astype(jnp.int32)
-
-  def best():
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
-  # A branch, because argmax over the vocabulary costs more than the search.
-  id_B = jax.lax.cond(temperature > 0, draw, best)
-  logit_B = jnp.take_along_axis(logits_BV, id_B[:, None], axis=-1)[:, 0]
-  return id_B, logit_B - max_B - jnp.log(total_B)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(policy, params, cache, tokens_T, start, count, slot):
-  _compiled.append(f'prefill {tokens_T.shape[0]}')
-  _, cache = policy.extend(
-    params, cache, tokens_T[None], start[None], count[None], slot
+  order_B, token_B, length_B, budget_B = orders_B6[:, :4].T
+  arm_B = order_B == _ARM
+  key_B2 = jax.lax.bitcast_convert_type(orders_B6[:, 4:], jnp.uint32)
+  slots = dataclasses.replace(
+    slots,
+    token_B=jnp.where(arm_B, token_B, slots.token_B),
+    length_B=jnp.where(arm_B, length_B, slots.length_B),
+    armed_B=arm_B | (slots.armed_B & (order_B == _KEEP)),
+    made_B=jnp.where(arm_B, 0, slots.made_B),
+    budget_B=jnp.where(arm_B, budget_B, slots.budget_B),
+    key_B2=jnp.where(arm_B[:, None], key_B2, slots.key_B2),
   )
-  return cache
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _decode(policy, params, cache, slots, stop_V, temperature, max_steps):
-  _compiled.append(f'decode {slots.token_B.shape[0]}')
   rows_B = jnp.arange(slots.token_B.shape[0])
   armed_before_B = slots.armed_B
 
@@ -170,24 +192,23 @@ def _decode(policy, params, cache, slots, stop_V, temperature, max_steps):
     armed_B = slots.armed_B
     count_B = armed_B.astype(jnp.int32)
     hidden_B1D, cache = policy.extend(
-      params, cache, slots.token_B[:, None], slots.length_B, count_B, 0
+      params, cache, slots.token_B[:, None], slots.length_B, count_B
     )
-    logits_BV = policy.scaled_logits(params, hidden_B1D[:, 0], temperature)
+    logits_BV = policy.logits(params, hidden_B1D[:, 0])
     uniform_B = jax.vmap(
       lambda key, i: jax.random.uniform(
         jax.random.fold_in(jax.random.wrap_key_data(key), i)
       )
     )(slots.key_B2, slots.made_B)
-    id_B, logp_B = sample(logits_BV, uniform_B, temperature)
+    id_B, logp_B = sampling.sample(logits_BV, uniform_B, settings)
     made_B = slots.made_B + count_B
-    # Rows that are not armed get values too; `submit` replaces them.
-    slots = _Slots(
+    # Rows that are not armed get values too; arming replaces them.
+    slots = dataclasses.replace(
+      slots,
       token_B=id_B,
       length_B=slots.length_B + count_B,
       armed_B=armed_B & ~stop_V[id_B] & (made_B < slots.budget_B),
       made_B=made_B,
-      budget_B=slots.budget_B,
-      key_B2=slots.key_B2,
       ids_BM=slots.ids_BM.at[rows_B, slots.made_B].set(id_B, mode='drop'),
       logps_BM=slots.logps_BM.at[rows_B, slots.made_B].set(logp_B, mode='drop'),
     )
@@ -196,7 +217,14 @@ def _decode(policy, params, cache, slots, stop_V, temperature, max_steps):
   _, cache, slots = jax.lax.while_loop(
     going, advance, (jnp.int32(0), cache, slots)
   )
-  return cache, slots
+  report_B2 = jnp.stack([slots.armed_B.astype(jnp.int32), slots.made_B], -1)
+  if mesh is not None:
+    # The same placement as at the start, or the next call compiles anew.
+    everywhere = sharding.replicated(mesh)
+    slots, report_B2 = jax.lax.with_sharding_constraint(
+      (slots, report_B2), everywhere
+    )
+  return cache, slots, report_B2
 
 
 def _chunks(count: int) -> list[tuple[int, int]]:
@@ -214,13 +242,37 @@ def _chunks(count: int) -> list[tuple[int, int]]:
   return out
 
 
+@dataclasses.dataclass
+class _Request:
+  """A context on its way into the cache.
+
+  Attributes:
+    context: the whole sequence before the response.
+    filled: positions of it that are in the cache.
+    chunks: (length, real tokens) of the chunks still to come.
+    key: uint32 [2].
+    budget: most tokens of the response.
+    since: time of `submit`.
+    prefill_s: see `Response`.
+  """
+
+  context: list[int]
+  filled: int
+  chunks: collections.deque[tuple[int, int]]
+  key: np.ndarray
+  budget: int
+  since: float
+  prefill_s: float = 0.0
+
+
 class Sampler:
   """Samples responses in a fixed number of slots.
 
   Attributes:
-    temperature: of sampling, >= 0; may be set between calls. 0 is greedy.
-    prefilled_tokens: context tokens computed outside `decode` so far.
-    decoded_tokens: response tokens sampled so far.
+    settings: of sampling; may be replaced between calls, which compiles
+      nothing.
+    counters: what was done so far.
+    step_s: seconds of a decoding step, lately; 0 before the first.
   """
 
   def __init__(
@@ -231,7 +283,7 @@ class Sampler:
     slots: int,
     cache_len: int,
     max_new_tokens: int,
-    temperature: float,
+    settings: sampling.Settings,
     stop_ids: Iterable[int],
     mesh: jax.sharding.Mesh | None = None,
   ):
@@ -239,27 +291,27 @@ class Sampler:
 
     Args:
       policy: the network.
-      params: its params; on `mesh` already, if one is given.
+      params: its params, see `set_params`.
       slots: sequences held at a time.
       cache_len: most tokens of a sequence, context and response together.
       max_new_tokens: most tokens of a response.
-      temperature: of sampling.
+      settings: of sampling.
       stop_ids: ids that end a response; they are part of it.
       mesh: where the cache lives; None for the default device.
 
     Raises:
-      ValueError: a size below 1, a negative temperature, or a stop id that
-        can never be sampled.
+      ValueError: a size below 1, settings out of range, or a stop id that can
+        never be sampled.
     """
     for name, value, least in (
       ('slots', slots, 1),
       ('cache_len', cache_len, 2),
       ('max_new_tokens', max_new_tokens, 1),
-      ('temperature', temperature, 0),
     ):
       if value < least:
         raise ValueError(f'{name}={value} must be at least {least}; raise it.')
-    self._stop_V = np.zeros(policy.config.vocab_size, bool)
+    settings.check()
+    self._stop_V = np.zeros(policy.config.embedding_rows, bool)
     for stop_id in stop_ids:
       if not 0 <= stop_id < policy.num_tokens:
         raise ValueError(
@@ -268,49 +320,56 @@ class Sampler:
         )
       self._stop_V[stop_id] = True
     self._policy = policy
-    self._params = params
+    self._mesh = mesh
     self._cache_len = cache_len
     self._max_new_tokens = max_new_tokens
-    self.temperature = temperature
-    self.prefilled_tokens = 0
-    self.decoded_tokens = 0
+    self.settings = settings
+    self.counters = Counters()
+    self.step_s = 0.0
     self._held: list[list[int]] = [[] for _ in range(slots)]
-    empty = functools.partial(policy.init_cache, slots, cache_len)
+    # By slot; in the order of submission.
+    self._pending: dict[int, _Request] = {}
+    self._sampling: dict[int, _Request] = {}
+    self._made_B = np.zeros(slots, np.int64)
+    self._orders_B6 = np.zeros((slots, 6), np.int32)
+
+    def empty():
+      return (
+        policy.init_cache(slots, cache_len),
+        _no_slots(slots, max_new_tokens),
+      )
+
     if mesh is not None:
       # Made in its places: whole it may not fit on one device.
-      shardings = sharding.cache_shardings(mesh, jax.eval_shape(empty))
+      cache, state = jax.eval_shape(empty)
+      shardings = (
+        sharding.cache_shardings(mesh, cache),
+        jax.tree.map(lambda _: sharding.replicated(mesh), state),
+      )
       empty = jax.jit(empty, out_shardings=shardings)
-    self._cache = empty()
-    self._slots = _Slots(
-      token_B=np.zeros(slots, np.int32),
-      length_B=np.zeros(slots, np.int32),
-      armed_B=np.zeros(slots, bool),
-      made_B=np.zeros(slots, np.int32),
-      budget_B=np.zeros(slots, np.int32),
-      key_B2=np.zeros((slots, 2), np.uint32),
-      ids_BM=np.zeros((slots, max_new_tokens), np.int32),
-      logps_BM=np.zeros((slots, max_new_tokens), np.float32),
-    )
+    self._cache, self._slots = empty()
+    self.set_params(params)
 
   @property
   def active(self) -> tuple[int, ...]:
     """Slots with a response in the making."""
-    return tuple(int(slot) for slot in np.flatnonzero(self._slots.armed_B))
+    return tuple(sorted(self._pending | self._sampling))
 
   @property
   def free(self) -> tuple[int, ...]:
     """Slots without one; they may still hold a sequence."""
-    return tuple(int(slot) for slot in np.flatnonzero(~self._slots.armed_B))
+    busy = self._pending | self._sampling
+    return tuple(slot for slot in range(len(self._held)) if slot not in busy)
 
-  @property
-  def compilations(self) -> int:
-    """Functions this process has compiled for sampling, all samplers."""
-    return len(_compiled)
-
-  def set_params(self, params: qwen2.Params):
+  def set_params(self, params: qwen2.Params, *, copy: bool = False):
     """Replaces the params; every slot forgets what it holds.
 
     Nothing is compiled if shapes, types and placement are as before.
+
+    Args:
+      params: of the policy; see `for_sampling`.
+      copy: keeps none of the arrays given, so they may be donated at any time;
+        else not before the last response.
 
     Raises:
       RuntimeError: a response is in the making.
@@ -320,14 +379,16 @@ class Sampler:
         f'slots {self.active} are sampling under the old params; decode them '
         'to their end or reset them first.'
       )
-    self._params = params
+    self._params = for_sampling(self._policy, params, self._mesh, copy=copy)
     self._held = [[] for _ in self._held]
 
   def reset(self, slot: int):
     """Empties a slot for a new episode; drops a response in the making."""
     self._check(slot)
     self._held[slot] = []
-    self._slots.armed_B[slot] = False
+    self._pending.pop(slot, None)
+    if self._sampling.pop(slot, None):
+      self._orders_B6[slot, 0] = _DROP
 
   def submit(
     self,
@@ -336,7 +397,7 @@ class Sampler:
     key: jax.Array | np.ndarray,
     max_new_tokens: int | None = None,
   ):
-    """Arms a slot to respond to a context.
+    """Asks a slot to respond to a context; `decode` does the work.
 
     The longest common prefix with what the slot holds is kept, the rest is
     prefilled: for a growing conversation that is what was appended.
@@ -355,7 +416,7 @@ class Sampler:
       RuntimeError: the slot is sampling already.
     """
     self._check(slot)
-    if self._slots.armed_B[slot]:
+    if slot in self._pending or slot in self._sampling:
       raise RuntimeError(
         f'slot {slot} is sampling already; decode it to its end or reset it.'
       )
@@ -379,74 +440,155 @@ class Sampler:
         'width of the sampler; raise it there.'
       )
     key_data = _key_data(key)
-    held = self._held[slot]
     kept = 0
     # The last token is left for `decode`, which needs its output.
-    for old, new in zip(held, context[:-1], strict=False):
+    for old, new in zip(self._held[slot], context[:-1], strict=False):
       if old != new:
         break
       kept += 1
-    start = kept
-    for size, count in _chunks(len(context) - 1 - kept):
-      tokens_T = np.zeros(size, np.int32)
-      tokens_T[:count] = context[start : start + count]
-      self._cache = _prefill(
-        self._policy,
-        self._params,
-        self._cache,
-        tokens_T,
-        np.int32(start),
-        np.int32(count),
-        np.int32(slot),
-      )
-      start += count
-    self.prefilled_tokens += start - kept
-    self._held[slot] = context
-    slots = self._slots
-    slots.key_B2[slot] = key_data
-    slots.token_B[slot] = context[-1]
-    slots.length_B[slot] = len(context) - 1
-    slots.armed_B[slot] = True
-    slots.made_B[slot] = 0
-    slots.budget_B[slot] = min(cap, self._cache_len - len(context))
+    self._pending[slot] = _Request(
+      context=context,
+      filled=kept,
+      chunks=collections.deque(_chunks(len(context) - 1 - kept)),
+      key=key_data,
+      budget=min(cap, self._cache_len - len(context)),
+      since=time.perf_counter(),
+    )
+    self._held[slot] = context[:kept]
 
   def decode(self, max_steps: int | None = None) -> list[Response]:
-    """Advances all armed slots until at least one finishes.
+    """Advances until at least one slot finishes.
+
+    Contexts that were submitted are prefilled first, `PREFILL_BUDGET` tokens
+    at a time; in between the slots that are ready take steps, so a long
+    context does not hold them up.
 
     Args:
-      max_steps: most steps of this call, a token a slot each; None for no
-        limit. The result is then empty when nothing finished.
+      max_steps: most decoding steps of this call, a token a slot each; None
+        for no limit. The result is then empty when nothing finished.
 
     Returns:
-      The responses that finished, by slot; empty if no slot is armed.
+      The responses that finished, by slot; empty if no slot is active.
     """
-    before = self._slots
-    if not before.armed_B.any():
-      return []
-    self._cache, slots = _decode(
+    while self._pending or self._sampling:
+      self._fill()
+      steps = np.iinfo(np.int32).max if max_steps is None else max_steps
+      if self._pending:
+        steps = min(steps, _STEPS_BETWEEN)
+      responses = self._step(steps)
+      if responses or max_steps is not None:
+        return responses
+    return []
+
+  def _fill(self):
+    """Prefills within the budget, or until a first slot is ready."""
+    start = time.perf_counter()
+    budget, last = PREFILL_BUDGET, None
+    while self._pending and (budget > 0 or not self._sampling):
+      ready = [s for s, r in self._pending.items() if not r.chunks]
+      for slot in ready:
+        self._arm(slot, self._pending.pop(slot))
+      if not self._pending:
+        break
+      size, last = self._prefill_group()
+      budget -= size
+    for slot in [s for s, r in self._pending.items() if not r.chunks]:
+      self._arm(slot, self._pending.pop(slot))
+    if last is not None:
+      last.block_until_ready()  # So that the counters tell the truth.
+      self.counters.prefill_s += time.perf_counter() - start
+
+  def _prefill_group(self):
+    """One chunk of the request that came first, and of others of that length.
+
+    Returns the tokens computed for one of them, and an array to wait for.
+    """
+    first = next(iter(self._pending.values()))
+    size = first.chunks[0][0]
+    rows = 1 if self._policy.config.on_cpu else _GROUP_TOKENS // size
+    group = [
+      (slot, request)
+      for slot, request in self._pending.items()
+      if request.chunks[0][0] == size
+    ][:rows]
+    tokens_GT = np.zeros((rows, size), np.int32)
+    start_G, count_G, row_G = np.zeros((3, rows), np.int32)
+    for i, (slot, request) in enumerate(group):
+      _, count = request.chunks.popleft()
+      end = request.filled + count
+      tokens_GT[i, :count] = request.context[request.filled : end]
+      start_G[i], count_G[i], row_G[i] = request.filled, count, slot
+      self._held[slot] = request.context[:end]
+      request.filled = end
+      self.counters.prefilled_tokens += count
+    self._cache, last = _prefill(
       self._policy,
       self._params,
       self._cache,
-      before,
-      self._stop_V,
-      np.float32(self.temperature),
-      np.int32(np.iinfo(np.int32).max if max_steps is None else max_steps),
+      tokens_GT,
+      start_G,
+      count_G,
+      row_G,
     )
-    # Copies: what comes back is read-only, and `submit` writes.
-    self._slots = slots = jax.tree.map(np.array, slots)
-    self.decoded_tokens += int(np.sum(slots.made_B - before.made_B))
+    return size, last
+
+  def _arm(self, slot: int, request: _Request):
+    self._sampling[slot] = request
+    request.prefill_s = time.perf_counter() - request.since
+    self._made_B[slot] = 0
+    self._orders_B6[slot, :4] = (
+      _ARM,
+      request.context[-1],
+      len(request.context) - 1,
+      request.budget,
+    )
+    self._orders_B6[slot, 4:] = request.key.view(np.int32)
+
+  def _step(self, max_steps: int) -> list[Response]:
+    start = time.perf_counter()
+    self._cache, self._slots, report_B2 = _decode(
+      self._policy,
+      self._mesh,
+      self._params,
+      self._cache,
+      self._slots,
+      self._orders_B6,
+      self._stop_V,
+      self.settings,
+      np.int32(max_steps),
+    )
+    armed_B, made_B = np.asarray(report_B2).T
+    spent_s = time.perf_counter() - start
+    # A new array: the call may still be reading the old one.
+    self._orders_B6 = np.zeros_like(self._orders_B6)
+    slots = sorted(self._sampling)
+    news = made_B[slots] - self._made_B[slots]
+    self._made_B[slots] = made_B[slots]
+    steps = int(news.max(initial=0))
+    self.counters.decode_s += spent_s
+    self.counters.decoded_tokens += int(news.sum())
+    self.counters.steps += steps
+    if steps:
+      self.step_s = spent_s / steps
+    finished = [slot for slot in slots if not armed_B[slot]]
+    if not finished:
+      return []
+    ids_BM = np.asarray(self._slots.ids_BM)
+    logps_BM = np.asarray(self._slots.logps_BM)
     responses = []
-    for slot in np.flatnonzero(before.armed_B & ~slots.armed_B):
-      made = slots.made_B[slot]
-      ids = slots.ids_BM[slot, :made].copy()
+    for slot in finished:
+      request = self._sampling.pop(slot)
+      # Copies: the next call consumes what these are views of.
+      ids = ids_BM[slot, : made_B[slot]].copy()
       # The last token was sampled but not fed, so the cache lacks it.
-      self._held[slot] = self._held[slot] + ids[:-1].tolist()
+      self._held[slot] = request.context + ids[:-1].tolist()
       responses.append(
         Response(
-          slot=int(slot),
+          slot=slot,
           ids=ids,
-          logps=slots.logps_BM[slot, :made].copy(),
+          logps=logps_BM[slot, : made_B[slot]].copy(),
           truncated=not self._stop_V[ids[-1]],
+          prefill_s=request.prefill_s,
         )
       )
     return responses
@@ -456,6 +598,35 @@ class Sampler:
       raise ValueError(
         f'slot {slot} does not exist; slots are 0..{len(self._held) - 1}.'
       )
+
+
+def for_sampling(
+  policy: qwen2.Policy,
+  params: qwen2.Params,
+  mesh: jax.sharding.Mesh | None,
+  *,
+  copy: bool = False,
+) -> qwen2.Params:
+  """Params as decoding wants them; arrays that are so already are kept.
+
+  Matrices are in the compute type, because casting them costs more than the
+  step that reads them; results are the same, since they are cast in any case.
+  On a mesh they are split over `tensor` only, see
+  `sharding.sampling_shardings`. With `copy` none of the arrays is kept.
+  """
+
+  def place(x, target, where):
+    if x.dtype != target.dtype:
+      x = x.astype(target.dtype)
+    elif copy:
+      x = jnp.copy(x)  # Moving it may give the same buffer another name.
+    return x if mesh is None else jax.device_put(x, where)
+
+  wanted = jax.eval_shape(
+    functools.partial(qwen2.compute_params, policy.config), params
+  )
+  places = wanted if mesh is None else sharding.sampling_shardings(mesh, wanted)
+  return jax.tree.map(place, params, wanted, places)
 
 
 def _key_data(key: jax.Array | np.ndarray) -> np.ndarray:

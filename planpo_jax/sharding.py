@@ -114,7 +114,7 @@ def constrain_rows(x: jax.Array) -> jax.Array:
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:
-  """The placement of every param, by its name.
+  """The placement of every param in training, by its name.
 
   An axis that does not divide its dimension is left out there, so key/value
   heads fewer than `tensor` are replicated.
@@ -127,10 +127,25 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
   Returns:
     A tree of NamedSharding of the same structure.
   """
+  return _shardings(mesh, params, AXES)
+
+
+def sampling_shardings(mesh: Mesh, params: Any) -> Any:
+  """The placement of every param while sampling: split over `tensor` only.
+
+  A step of decoding reads every weight once; those split over `fsdp` would
+  have to be gathered at each step.
+  """
+  return _shardings(mesh, params, ('tensor',))
+
+
+def _shardings(mesh, params, axes):
+  """The rules of the params, with no other axes than `axes`."""
 
   def place(path, leaf):
     name = path[-1].key if hasattr(path[-1], 'key') else None
     rule = _PARAM_RULES.get(name, ())
+    rule = tuple(axis if axis in axes else None for axis in rule)
     stacked = (None,) * (leaf.ndim - len(rule)) if rule else ()
     return NamedSharding(mesh, _divisible(mesh, stacked + rule, leaf.shape))
 

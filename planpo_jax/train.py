@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
+import threading
+from collections.abc import Callable
 
 import jax
 import ml_collections
@@ -14,9 +17,13 @@ from planpo_jax import (
   advantages,
   batch,
   build,
+  capacity,
   checkpoint,
+  compilations,
+  dump,
   episodes,
   evaluate,
+  experience,
   losses,
   metrics,
   optimizer,
@@ -27,6 +34,22 @@ from planpo_jax import (
 )
 from planpo_jax import config as config_lib
 from planpo_jax.models import qwen2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """What a configuration asks for, found to be possible.
+
+  `replay` is set, and `slots` 0, for a run that plays nothing.
+  """
+
+  config: ml_collections.ConfigDict
+  network: build.Network
+  mesh: jax.sharding.Mesh
+  slots: int
+  estimate: Callable[..., jax.Array]
+  loss: update.LossFn
+  replay: experience.Replay | None
 
 
 def train(
@@ -47,9 +70,26 @@ def train(
   Raises:
     config_lib.ConfigError: the configuration cannot work.
     checkpoint.CheckpointError: the newest checkpoint cannot be read.
-    ValueError, ConnectionError: model, task types or service are not there.
+    ValueError, ConnectionError: model, dump, task types or service are not
+      there.
   """
-  # What cannot work is refused before anything slow starts.
+  plan = _plan(config, workdir)
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(checkpoint.StopSignal())
+    env = None
+    if plan.replay is None:
+      terminal.say(
+        f'starting {config.env.workers} workers of {config.env.name}'
+        if not config.env.address
+        else f'connecting to {config.env.address}'
+      )
+      env = stack.enter_context(build.Environment(config))
+    stack.enter_context(jax.set_mesh(plan.mesh))
+    return _train(plan, workdir, terminal, stop, env)
+
+
+def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
+  """Refuses what cannot work before anything slow starts."""
   config_lib.check(config, jax.device_count())
   method = config.advantage.name
   estimate = advantages.get(method, **config.advantage[method])
@@ -59,28 +99,46 @@ def train(
     config, checkpoint.stacked_layers(workdir / 'checkpoints')
   )
   mesh = build.mesh(config, network)
-  terminal.say(
-    f'starting {config.env.workers} workers of {config.env.name}'
-    if not config.env.address
-    else f'connecting to {config.env.address}'
-  )
-  with checkpoint.StopSignal() as stop, build.Environment(config) as env:
-    with jax.set_mesh(mesh):
-      return _train(
-        config, workdir, terminal, stop, env, network, mesh, estimate, loss
-      )
+  replay, slots = None, 0
+  if config.rollout.replay:
+    replay = experience.Replay(
+      pathlib.Path(config.rollout.replay),
+      steps=config.train.steps,
+      context=config.chat.context,
+      num_tokens=network.policy.num_tokens,
+    )
+  else:
+    slots = capacity.slots(config, network.policy, mesh)
+  return _Plan(config, network, mesh, slots, estimate, loss, replay)
 
 
 def _train(
-  config, workdir, terminal, stop, env, network, mesh, estimate, loss
+  plan: _Plan,
+  workdir: pathlib.Path,
+  terminal: metrics.Terminal,
+  stop: checkpoint.StopSignal,
+  env: build.Environment | None,
 ) -> int:
+  config, mesh = plan.config, plan.mesh
   steps, seed = config.train.steps, config.seed
-  train_tasks = env.tasks(config.env.train_split)
-  eval_jobs = evaluate.jobs(
-    env.tasks(config.env.eval_split), config.eval.episodes
-  )
-  model = build.model(config, network, mesh)
-  player = build.Player(config, model, mesh, env, terminal, stop.requested)
+  compiled = compilations.watch()
+  if env is not None:
+    train_tasks = env.tasks(config.env.train_split)
+    eval_jobs = evaluate.jobs(
+      env.tasks(config.env.eval_split), config.eval.episodes
+    )
+  model = build.model(config, plan.network, mesh)
+  leaving = threading.Event()
+  if env is not None:
+    player = build.Player(
+      config,
+      model,
+      mesh,
+      env,
+      terminal,
+      lambda: stop.requested() or leaving.is_set(),
+      slots=plan.slots,
+    )
   optim = optimizer.make(**config.optimizer)
   logps = functools.partial(
     qwen2.token_logps, model.policy, temperature=config.sampler.temperature
@@ -94,7 +152,7 @@ def _train(
   score = update.make_score(logps, **micro)
   update_step = update.make_update(
     logps,
-    loss,
+    plan.loss,
     optim,
     state_shardings=sharding.param_shardings(mesh, shapes),
     **micro,
@@ -118,50 +176,79 @@ def _train(
     state = sharding.shard_params(mesh, update.create(ref_params, optim))
   writer = metrics.Writer(workdir, done)
   clock = metrics.Clock()
-  player.set_params(state.params)
 
-  def evaluation(step: int, name: str) -> evaluate.Summary:
-    """Plays held-out tasks, always the same with the same random keys."""
-    played = player.play(
-      f'evaluation {name}',
-      eval_jobs,
-      seed=(seed, evaluate.SEED),
-      max_turns=config.eval.max_turns,
-      temperature=config.eval.temperature,
+  def play(step: int) -> rollout.Collected:
+    """Plays the episodes of step `step`, from 0."""
+    chosen = tasks.at(
+      train_tasks, step, count=config.train.tasks_per_step, seed=seed
     )
-    result = evaluate.summarize(played)
-    writer.write(step, 'eval', result.scalars())
-    metrics.write_transcripts(
-      workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
+    return player.play(
+      f'step {step + 1}/{steps}',
+      rollout.group_jobs(chosen, config.train.group_size),
+      seed=(seed, evaluate.TRAIN_SEED, step),
+      max_turns=config.env.max_turns,
+      settings=config_lib.settings(config.sampler),
     )
-    terminal.say(f'evaluation {name}: {result}')
-    return result
+
+  source: experience.Source
+  if plan.replay is not None:
+    source = plan.replay
+  elif config.rollout.overlap:
+    source = experience.Ahead(player.set_params, play, steps)
+  else:
+    source = experience.Live(player.set_params, play)
+
+  def record(name: str, step: int, played: list[episodes.Episode]) -> None:
+    if config.rollout.dump:
+      dump.write(
+        pathlib.Path(config.rollout.dump),
+        name,
+        step,
+        played,
+        context=config.chat.context,
+      )
+
+  def evaluation(name: str, step: int) -> evaluate.Summary | None:
+    """Plays held-out tasks, always the same with the same random keys.
+
+    None if there are no environments to play in.
+    """
+    if env is None:
+      return None
+
+    def measure() -> evaluate.Summary:
+      source.wait()
+      player.set_params(state.params)
+      played = player.play(
+        f'evaluation {name}',
+        eval_jobs,
+        seed=(seed, evaluate.SEED),
+        max_turns=config.eval.max_turns,
+        settings=config_lib.settings(config.eval),
+      ).episodes
+      result = evaluate.summarize(played)
+      writer.write(step, 'eval', result.scalars())
+      metrics.write_transcripts(
+        workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
+      )
+      record(f'eval_{name}', step, played)
+      terminal.say(f'evaluation {name}: {result}')
+      return result
+
+    return evaluate.remember(workdir / f'eval_{name}.json', measure)
 
   try:
-    before = evaluate.remember(
-      workdir / 'eval_before.json', lambda: evaluation(0, 'before')
-    )
+    before = evaluation('before', 0)
     for step in range(done, steps):
       # At the head of the loop, so that one that was interrupted is made up
       # for when the run resumes.
       if config.eval.every and step and step % config.eval.every == 0:
-        evaluate.remember(
-          workdir / f'eval_{step:06d}.json',
-          functools.partial(evaluation, step, f'{step:06d}'),
-        )
+        evaluation(f'{step:06d}', step)
       timers = metrics.Timers()
 
       with timers.measure('rollout'):
-        chosen = tasks.at(
-          train_tasks, step, count=config.train.tasks_per_step, seed=seed
-        )
-        played = player.play(
-          f'step {step + 1}/{steps}',
-          rollout.group_jobs(chosen, config.train.group_size),
-          seed=(seed, evaluate.TRAIN_SEED, step),
-          max_turns=config.env.max_turns,
-          temperature=config.sampler.temperature,
-        )
+        taken = source.take(step, state.params)
+        played = taken.episodes
       learnt = episodes.without_faults(played)
       if not learnt:
         raise ConnectionError(
@@ -173,7 +260,7 @@ def _train(
         table = episodes.tabulate(
           learnt, success_return=config.train.success_return
         )
-        adv_R = np.asarray(estimate(table, progress=(step + 1) / steps))
+        adv_R = np.asarray(plan.estimate(table, progress=(step + 1) / steps))
         rows = batch.pack(
           learnt,
           adv_R,
@@ -199,15 +286,15 @@ def _train(
           state, report = update_step(state, minibatch)
           reports.append(report)
         learning = update.scalars(reports)  # Waits for the updates.
-      player.set_params(state.params)
       done = step + 1
 
       scalars = {
         **metrics.rollout_scalars(played),
-        'rollout/tokens_per_s': player.tokens_per_s,
+        **taken.scalars(),
         **advantages.diagnostics(table, adv_R),
         **learning,
         **timers.scalars(),
+        **compiled.scalars(),
       }
       if done % config.checkpoint.every == 0 or done == steps:
         checkpoints.save(done, state)
@@ -217,14 +304,13 @@ def _train(
         done,
         played[: config.report.transcripts],
       )
+      record(f'train_{done:06d}', done, played)
       terminal.say(clock.line(done, steps, scalars, timers))
       for warning in metrics.warnings(scalars):
         terminal.say(f'warning: {warning}')
       if stop.requested():
         raise rollout.StoppedError
-    after = evaluate.remember(
-      workdir / 'eval_after.json', lambda: evaluation(steps, 'after')
-    )
+    after = evaluation('after', steps)
   except rollout.StoppedError:
     if done:
       checkpoints.save(done, state)
@@ -241,12 +327,16 @@ def _train(
       checkpoints.save(done, state)
     raise
   finally:
+    leaving.set()
+    source.close()
     writer.close()
     checkpoints.close()
     lock.close()
 
-  summary = {'before': before, 'after': after}
-  split = config.env.eval_split
-  evaluate.write_summary(workdir / 'summary.json', split, summary)
-  terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(summary)}')
+  terminal.say(str(compiled))
+  if before is not None:
+    summary = {'before': before, 'after': after}
+    split = config.env.eval_split
+    evaluate.write_summary(workdir / 'summary.json', split, summary)
+    terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(summary)}')
   return 0

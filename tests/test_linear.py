@@ -94,7 +94,7 @@ def test_decoding_in_bfloat16_makes_no_float32_copy_of_weights(batch):
 
   def step(params, cache, tokens, start):
     hidden, cache = policy.extend(
-      params, cache, tokens, start, jnp.ones_like(start), 0
+      params, cache, tokens, start, jnp.ones_like(start)
     )
     return policy.logits(params, hidden[:, 0]).argmax(-1), cache
 

@@ -152,7 +152,7 @@ def test_cached_decoding_follows_transformers_cache(tmp_path):
   @jax.jit
   def extend(cache, tokens, start):
     counts = np.full(2, tokens.shape[1], np.int32)
-    hidden, cache = policy.extend(params, cache, tokens, start, counts, 0)
+    hidden, cache = policy.extend(params, cache, tokens, start, counts)
     return policy.logits(params, hidden)[..., :131], cache
 
   cache, past = policy.init_cache(2, 30), None

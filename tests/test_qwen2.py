@@ -151,7 +151,7 @@ def test_cached_forward_equals_the_full_one_across_pieces(scan):
     assert len(cache) == 3 and cache[0][0].shape == (2, 5, 2, 6, 128)
   else:
     assert len(cache) == 2 and len(cache[0]) == 3
-  for row, first_row in ((2, 1), (0, 3), (1, 0)):
+  for row, cache_row in ((2, 1), (0, 3), (1, 0)):
     start = 0
     # Uneven calls, padded to one length, across the borders at 128 and 256.
     for count in (100, 100, 1, 99, 100):
@@ -164,7 +164,7 @@ def test_cached_forward_equals_the_full_one_across_pieces(scan):
         chunk,
         np.asarray([start]),
         np.asarray([count]),
-        first_row,
+        np.asarray([cache_row]),
       )
       np.testing.assert_allclose(
         hidden[0, :count],

@@ -1,6 +1,8 @@
 """The report: what it reads, what it concludes, and that no text can act."""
 
 import base64
+import dataclasses
+import gzip
 import hashlib
 import html.parser
 import json
@@ -9,9 +11,11 @@ import pathlib
 import subprocess
 import sys
 
+import make_episodes
 import pytest
 
 from launch import report
+from planpo_jax import dump, episodes
 from planpo_jax.report import charts, page, verdict
 from planpo_jax.report import runs as runs_lib
 
@@ -154,7 +158,11 @@ def hostile_run(tmp_path):
   path = tmp_path / 'h<img src=x onerror=alert(2)>'
   attack = row(by_type={HOSTILE: row()})
   make_run(path, before=attack, after=attack)
-  config = {'seed': HOSTILE, 'env': {'name': HOSTILE, HOSTILE: HOSTILE}}
+  config = {
+    'seed': HOSTILE,
+    'env': {'name': HOSTILE, HOSTILE: HOSTILE},
+    'rollout': {'dump': HOSTILE, 'replay': HOSTILE},
+  }
   (path / 'config.json').write_text(json.dumps(config))
   rows = {'before': attack, 'after': attack, HOSTILE: attack}
   (path / 'summary.json').write_text(
@@ -390,6 +398,293 @@ class TestTranscriptsKept:
     assert shown['goal'] == 'x' * 4000 + ' [… 1,000 more characters]'
 
 
+def played(text='look', **changes) -> episodes.Episode:
+  """An episode as a dump holds it: two turns, one without tokens."""
+  turn = episodes.Turn(
+    prompt_ids=tuple(range(30)),
+    response_ids=(900, 901, 902),
+    response_logps=(-0.5, -1.0, -1.23456),
+    observation=text,
+    response=text,
+    action=text,
+    reward=2.5,
+    valid=False,
+    state_key=2**62,
+    truncated=True,
+    respond_s=0.123456,
+    env_s=0.25,
+  )
+  bare = dataclasses.replace(turn, response_ids=(), response_logps=())
+  whole = episodes.Episode(
+    task=make_episodes.task(7),
+    member=3,
+    turns=(turn, bare),
+    score=50.0,
+    success=False,
+    ending=episodes.Ending.DEADLINE,
+    goal=text,
+    start_s=1.5,
+    reset_s=0.75,
+  )
+  return dataclasses.replace(whole, **changes)
+
+
+def write_dump(folder, name, step, played) -> pathlib.Path:
+  return dump.write(folder, name, step, played, context='window')
+
+
+def configure_dump(run: pathlib.Path, folder: str) -> None:
+  config = json.loads((run / 'config.json').read_text())
+  config['rollout'] = {'dump': folder}
+  (run / 'config.json').write_text(json.dumps(config))
+
+
+def names(run: runs_lib.Run) -> list[str]:
+  return [file.name for file in run.transcripts]
+
+
+class TestDumps:
+  def test_dumped_episodes_stand_in_for_transcripts(self, tmp_path):
+    """Of the names that both have; the rest of the transcripts stays."""
+    path = make_run(tmp_path / 'run')
+    write_lines(path / 'transcripts' / 'eval_before.jsonl', [episode()])
+    folder = tmp_path / 'episodes'
+    configure_dump(path, str(folder))
+    write_dump(folder, 'train_000002', 2, [played()] * 3)
+    write_dump(folder, 'eval_after', 2, [played()] * 2)
+    (folder / 'train_000003.jsonl.gz.part').write_bytes(b'half')
+    run = load(path)
+    assert run.notes == () and not run.only_episodes
+    assert names(run) == ['eval_after', 'eval_before', 'train_000002']
+    assert [file.total for file in run.transcripts] == [2, 1, 3]
+    seen = render(path)
+    assert '6 episodes.' in seen.text and 'Before and after' in seen.text
+    plain = seen.json('transcripts-data')['files'][1]['episodes'][0]
+    assert plain['turns'][0]['sampled'] is None
+    assert plain['turns'][0]['tokens'] == 7
+
+  def test_how_a_turn_was_sampled(self, tmp_path):
+    """Mean of -0.5, -1.0 and -1.23456: -0.912; three digits are kept."""
+    path = write_dump(tmp_path, 'train_000002', 2, [played()])
+    (shown,) = render(path).json('transcripts-data')['files'][0]['episodes']
+    turn, bare = shown.pop('turns')
+    assert shown == {
+      'step': 2,
+      'split': 'train',
+      'env': 'toy',
+      'type': 'walk',
+      'index': 7,
+      'seed': 0,
+      'member': 3,
+      'goal': 'look',
+      'score': 50,
+      'success': False,
+      'ending': 'deadline',
+      'fault': '',
+      'return': None,
+      'start_s': 1.5,
+      'reset_s': 0.75,
+      'tokens': 3,
+      'total_turns': 2,
+    }
+    assert turn.pop('sampled') == {
+      'prompt_tokens': 30,
+      'mean_logp': -0.912,
+      'respond_s': 0.123,
+      'env_s': 0.25,
+      'ids': [900, 901, 902],
+      'logps': [-0.5, -1.0, -1.23],
+    }
+    assert turn == {
+      'observation': 'look',
+      'response': 'look',
+      'action': 'look',
+      'valid': False,
+      'truncated': True,
+      'reward': 2.5,
+      'tokens': 3,
+      'advantage': None,
+    }
+    assert bare['tokens'] == 0 and bare['sampled']['mean_logp'] is None
+
+  def test_tokens_of_the_wrong_kind_are_shown_as_far_as_they_go(self, tmp_path):
+    path = tmp_path / 'train_000001.jsonl.gz'
+    header = {'format': 'planpo_jax.episodes', 'version': 1, 'step': 1}
+    turn = {
+      'response_ids': ['<b>', 1.5, True, -1, 10**400, 5],
+      'response_logps': ['x', None, -1.0, 1e999],
+      'prompt_ids': 3,
+      'respond_s': 'soon',
+    }
+    records = [header, {'turns': [turn, {'response_ids': [1]}]}]
+    lines = '\n'.join(map(json.dumps, records)).encode()
+    path.write_bytes(gzip.compress(lines))
+    (shown,) = map(json.loads, load(path).transcripts[0].episodes)
+    assert shown['turns'][0]['sampled'] == {
+      'prompt_tokens': None,
+      'mean_logp': -1.0,
+      'respond_s': None,
+      'env_s': None,
+      'ids': [None] * 5 + [5],
+      'logps': [None, None, -1.0, None],
+    }
+    assert shown['turns'][1]['sampled'] is None and shown['tokens'] == 7
+
+  def test_long_responses_are_cut(self, tmp_path):
+    turn = dataclasses.replace(
+      played().turns[0],
+      response_ids=tuple(range(1000)),
+      response_logps=(-1.0,) * 500 + (-2.0,) * 500,
+    )
+    path = write_dump(tmp_path, 'train_000001', 1, [played(turns=(turn,))])
+    (shown,) = map(json.loads, load(path).transcripts[0].episodes)
+    sampled = shown['turns'][0]['sampled']
+    assert sampled['ids'] == list(range(runs_lib.MAX_TOKENS))
+    assert len(sampled['logps']) == runs_lib.MAX_TOKENS
+    assert sampled['mean_logp'] == -1.5 and shown['turns'][0]['tokens'] == 1000
+
+  @pytest.mark.parametrize(
+    'setting, folder',
+    [
+      ('b/episodes', 'here/b/episodes'),  # From where training was started,
+      ('b/episodes', 'elsewhere/b/episodes'),  # which was around the run.
+      ('/gone/episodes', 'elsewhere/a/runs/one/episodes'),  # Moved, within it
+      ('/gone/episodes', 'elsewhere/a/runs/episodes'),  # or beside it.
+    ],
+  )
+  def test_a_dump_is_found(self, tmp_path, monkeypatch, setting, folder):
+    (tmp_path / 'here').mkdir()
+    monkeypatch.chdir(tmp_path / 'here')
+    path = make_run(tmp_path / 'elsewhere' / 'a' / 'runs' / 'one')
+    configure_dump(path, setting)
+    write_dump(tmp_path / folder, 'train_000002', 2, [played()])
+    run = load(path)
+    assert names(run) == ['eval_after', 'train_000002'] and run.notes == ()
+
+  def test_a_dump_that_is_gone_is_told(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    configure_dump(path, 'gone\x00<b>')
+    run = load(path)
+    assert names(run) == ['eval_after']
+    assert run.notes == (
+      'rollout.dump=gone\\u0000<b>: no episodes were found there; those of'
+      ' transcripts/ are shown.',
+    )
+
+  @pytest.mark.parametrize('kind', ['file', 'folder'])
+  def test_a_page_of_just_a_dump(self, tmp_path, capsys, kind):
+    folder = tmp_path / 'episodes'
+    write_dump(folder, 'eval_before', 0, [played(success=True)])
+    path = write_dump(folder, 'train_000002', 2, [played()] * 3)
+    given, output, count, files = {
+      'file': (path, folder / 'train_000002.html', 3, '1 file'),
+      'folder': (folder, folder / 'report.html', 4, '2 files'),
+    }[kind]
+    assert report.main([str(given)]) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    seen = Page(output.read_text())
+    assert f'{count} episodes of a dump' in seen.text
+    assert f'{given.name} holds {count} dumped episodes in {files}' in seen.text
+    sections = [attributes['id'] for attributes in seen.tags('section')]
+    assert sections == ['transcripts']
+    assert not seen.tags('figure') and 'not finished' not in seen.text
+    assert len(seen.tags('ul')) == 1  # The legend, and no notes.
+
+  def test_a_dump_beside_a_run(self, tmp_path):
+    run = make_run(tmp_path / 'run')
+    path = write_dump(tmp_path, 'train_000002', 2, [played()] * 3)
+    seen = render(run, path)
+    assert 'train_000002.jsonl.gz holds 3 dumped episodes in 1 file' in (
+      seen.text
+    )
+    assert 'Where the runs differ' not in seen.text
+    assert 'run: on 120 test episodes' in ' '.join(seen.text.split())
+
+  def test_a_run_that_trains_from_a_dump(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    (path / 'summary.json').unlink()
+    config = {'train': {'steps': 2}, 'rollout': {'replay': '<b>', 'dump': ''}}
+    (path / 'config.json').write_text(json.dumps(config))
+    (note,) = load(path).notes
+    assert note == (
+      'Trained from the dump rollout.replay=<b>, without environments: nothing'
+      ' is evaluated.'
+    )
+    seen = render(path)
+    assert '2 steps from a dump, nothing evaluated' in seen.text
+    assert 'No evaluation; over the last 2 training steps 38%' in seen.text
+    assert 'not finished' not in seen.text and not seen.tags('b')[1:]
+
+  def test_hostile_text_stays_text(self, tmp_path):
+    plain = write_dump(tmp_path / 'plain', 'train_000001', 1, [played()])
+    path = write_dump(tmp_path, 'train_<b>', 1, [played(HOSTILE)])
+    seen = render(path)
+    assert len(seen.elements) == len(render(plain).elements)
+    (shown,) = seen.json('transcripts-data')['files'][0]['episodes']
+    assert shown['turns'][0]['observation'] == HOSTILE_SHOWN
+    assert shown['goal'] == HOSTILE_SHOWN
+
+  def test_long_dumps_are_sampled_within_the_budget(self, tmp_path):
+    for step in range(6):
+      write_dump(
+        tmp_path,
+        f'train_{step:06d}',
+        step,
+        [played(member=i) for i in range(9)],
+      )
+    run = load(tmp_path, episodes_per_file=3)
+    kept = [
+      [json.loads(text)['member'] for text in file.episodes]
+      for file in run.transcripts
+    ]
+    assert kept == [[0, 3, 6]] * 6
+    assert [file.total for file in run.transcripts] == [9] * 6
+    run = load(tmp_path, budget=5_000)
+    size = sum(len(text) for file in run.transcripts for text in file.episodes)
+    assert 2_000 < size <= 5_000
+
+  def test_damage_is_told_and_the_rest_shown(self, tmp_path):
+    for step in (1, 2, 3, 4):
+      write_dump(tmp_path, f'train_{step:06d}', step, [played()] * 2)
+    cut, later, broken = (
+      tmp_path / f'train_{step:06d}.jsonl.gz' for step in (2, 3, 4)
+    )
+    cut.write_bytes(cut.read_bytes()[:-4])
+    lines = gzip.decompress(later.read_bytes())
+    later.write_bytes(
+      gzip.compress(lines.replace(b'"version":1', b'"version":2'))
+    )
+    broken.write_bytes(gzip.compress(lines + b'{"task":\n'))
+    run = load(tmp_path)
+    assert [(file.name, file.total) for file in run.transcripts] == [
+      ('train_000001', 2),
+      ('train_000002', 2),
+      ('train_000004', 3),
+    ]
+    assert run.notes == (
+      'train_000002.jsonl.gz: the file is cut or damaged; what came before is'
+      ' shown.',
+      'train_000003.jsonl.gz: not a dump of episodes of version 1; left out.',
+      'train_000004.jsonl.gz: 1 unreadable of 3 lines were skipped.',
+    )
+    assert len(run.transcripts[2].episodes) == 2
+
+  def test_format_is_that_of_the_writer(self):
+    assert runs_lib.DUMP_FORMAT == (dump.FORMAT, dump.VERSION)
+    assert runs_lib.DUMP_SUFFIX == dump.SUFFIX
+
+  def test_script_reads_every_key(self, tmp_path):
+    seen = render(write_dump(tmp_path, 'train_000002', 2, [played()]))
+    (shown,) = seen.json('transcripts-data')['files'][0]['episodes']
+    script = seen.scripts['script']
+    for key in ('start_s', 'reset_s', 'ending'):
+      assert f'episode.{key}' in script
+    keys = list(shown['turns'][0]['sampled'])
+    assert keys[-2:] == ['ids', 'logps'] and '{ids, logps}' in script
+    for key in keys[:-2]:
+      assert f'sampled.{key}' in script
+
+
 class TestVerdict:
   def test_difference_is_method_10_of_newcombe(self):
     """56/70 against 48/80: 0.2, 95% interval 0.0524 to 0.3339.
@@ -572,6 +867,54 @@ class TestPage:
       for label in labels
     )
 
+  def test_measures_of_the_rollout_have_charts(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'metrics.jsonl',
+      [
+        {
+          'step': 1,
+          'kind': 'train',
+          'rollout/occupancy': 0.93,
+          'rollout/tail_s': 1.5,
+          'loss/sampler_gap': 0.0002,
+        }
+      ],
+    )
+    seen = render(path)
+    assert 'All other metrics' not in seen.text
+    assert [
+      svg['aria-label'] for svg in seen.tags('svg') if 'aria-label' in svg
+    ][-3:] == [
+      'Slot occupancy. run: 93% at step 1.',
+      'Tail. run: 1.5 s at step 1.',
+      'Gap between sampler and learner. run: 0.0002 at step 1.',
+    ]
+    for title in ('Decoding', 'Prefill', 'Waiting for environments'):
+      assert title not in seen.text  # Not logged.
+
+  @pytest.mark.parametrize(
+    'key, unit',
+    [
+      ('rollout/occupancy', 'share'),
+      ('rollout/decode_share', 'share'),
+      ('rollout/prefill_share', 'share'),
+      ('rollout/env_wait_share', 'share'),
+      ('rollout/tokens_per_s', ''),
+      ('rollout/tail_s', 'seconds'),
+      ('loss/sampler_gap', ''),
+      ('loss/sampler_kl', ''),
+    ],
+  )
+  def test_unit_of_a_measure(self, tmp_path, key, unit):
+    path = make_run(tmp_path / 'run')
+    write_lines(
+      path / 'metrics.jsonl', [{'step': 1, 'kind': 'train', key: 0.5}]
+    )
+    seen = render(path)
+    (chart,) = seen.json('curves-data')['charts']
+    assert chart['unit'] == unit and 'All other metrics' not in seen.text
+
   def test_settings_that_differ(self, tmp_path):
     one = make_run(tmp_path / 'one')
     two = make_run(tmp_path / 'two', name='grpo')
@@ -614,8 +957,13 @@ class TestLaunch:
   @pytest.mark.parametrize(
     'arguments, message',
     [
-      (['none'], 'none: no such directory. A run is the --workdir'),
+      (['none'], 'none: no such directory or file. A run is the --workdir'),
       (['empty'], 'empty: holds none of the files of a run.'),
+      (['run/config.json'], 'config.json: a file that is no dump of episodes.'),
+      (
+        ['other.jsonl.gz'],
+        'holds no episodes that can be read. other.jsonl.gz',
+      ),
       (['run', 'run/../run'], 'is given twice'),
       (['run', '--output=none/page.html'], 'give --output=FILE in a folder'),
       (['run', '--output=empty'], 'the page cannot be written there'),
@@ -629,6 +977,7 @@ class TestLaunch:
     make_run(tmp_path / 'run')
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'broken' / 'metrics.jsonl').mkdir(parents=True)
+    (tmp_path / 'other.jsonl.gz').write_bytes(gzip.compress(b'{"step": 1}'))
     assert report.main(arguments) == 1
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob('*.part'))

@@ -17,6 +17,7 @@ from planpo_jax import (
   episodes,
   rollout,
   sampler,
+  sampling,
   tokenizer,
 )
 from planpo_jax.models import qwen2
@@ -47,7 +48,7 @@ def make_sampler(slots=4, temperature=1.0):
     slots=slots,
     cache_len=512,
     max_new_tokens=8,
-    temperature=temperature,
+    settings=sampling.Settings(temperature),
     stop_ids=TOK.stop_ids,
   )
 
@@ -93,7 +94,7 @@ class ScriptedClient:
 
 
 def play(client, jobs, made=None, **kwargs):
-  return asyncio.run(
+  collected = asyncio.run(
     rollout.collect(
       client,
       made or make_sampler(),
@@ -104,6 +105,7 @@ def play(client, jobs, made=None, **kwargs):
       **kwargs,
     )
   )
+  return collected.episodes
 
 
 def test_episodes_come_in_the_order_of_the_jobs():
@@ -183,8 +185,8 @@ def test_turns_hold_what_was_sampled_and_shown():
   # Each id was computed once: only what was new was prefilled. The last id
   # of a context is fed by the first decoding step.
   sampled = sum(len(t.response_ids) for t in episode.turns)
-  assert made.decoded_tokens == sampled
-  assert made.prefilled_tokens == len(whole) - sampled - 1
+  assert made.counters.decoded_tokens == sampled
+  assert made.counters.prefilled_tokens == len(whole) - sampled - 1
 
 
 def test_a_fault_is_no_failure_and_takes_nobody_with_it():
@@ -216,7 +218,7 @@ def test_an_episode_that_fills_its_context_is_truncated():
       seed=(0,),
       max_turns=200,
     )
-  )
+  ).episodes
   assert played[0].ending is episodes.Ending.TRUNCATED
   assert not played[0].success
   tokens = sum(len(t.prompt_ids) + len(t.response_ids) for t in played[0].turns)
@@ -282,7 +284,7 @@ def test_killed_processes_change_nothing(victim):
           os.kill(target, signal.SIGKILL)
 
         threading.Thread(target=strike).start()
-      results.append(asyncio.run(work()))
+      results.append(asyncio.run(work()).episodes)
   calm, struck = results
   assert struck == calm
   assert not any(e.ending is episodes.Ending.FAULT for e in struck)

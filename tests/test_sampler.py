@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from planpo_jax import sampler as sampler_lib
+from planpo_jax import sampling
 from planpo_jax.models import qwen2
 
 CONFIG = qwen2.Qwen2Config(
@@ -27,7 +28,6 @@ STOP = 7
 KEY = jax.random.key(11)
 
 _init_params = jax.jit(qwen2.init_params, static_argnums=0)
-_sample = jax.jit(sampler_lib.sample)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def _sampler(**changes):
     'slots': 4,
     'cache_len': 300,
     'max_new_tokens': 12,
-    'temperature': 1.0,
+    'settings': sampling.Settings(),
     'stop_ids': [STOP],
   }
   return sampler_lib.Sampler(policy, params, **arguments | changes)
@@ -88,7 +88,7 @@ def _full_logps(ids, temperature=1.0, width=320):
 
 @pytest.mark.parametrize('temperature', [1.0, 0.6])
 def test_logps_of_a_conversation_equal_the_full_forward_pass(temperature):
-  sampler = _sampler(temperature=temperature)
+  sampler = _sampler(settings=sampling.Settings(temperature))
   ids, sampled, logps = _context(1, 150), [], []
   for turn in range(4):
     response = _respond(sampler, 2, ids, jax.random.fold_in(KEY, turn))
@@ -102,7 +102,7 @@ def test_logps_of_a_conversation_equal_the_full_forward_pass(temperature):
 
 def test_greedy_takes_the_best_id_and_reports_the_unscaled_logp():
   context = _context(2, 20)
-  response = _respond(_sampler(temperature=0.0), 0, context, KEY)
+  response = _respond(_sampler(settings=sampling.Settings(0.0)), 0, context, KEY)
   ids = context + response.ids.tolist()
   # The temperature near 0 of the same logits puts all weight on the best id.
   cold = _full_logps(ids, temperature=1e-3)[len(context) :]
@@ -150,16 +150,16 @@ def test_only_new_tokens_of_a_growing_conversation_are_prefilled():
   ids = _context(8, 40)
   response = _respond(sampler, 0, ids, KEY)
   # The last context token is fed by decode.
-  assert sampler.prefilled_tokens == 39
+  assert sampler.counters.prefilled_tokens == 39
   for length in (5, 33):
-    before = sampler.prefilled_tokens
+    before = sampler.counters.prefilled_tokens
     ids = ids + response.ids.tolist() + _context(length, length)
     response = _respond(sampler, 0, ids, KEY)
     # The last response token in, the last context token out.
-    assert sampler.prefilled_tokens - before == length
-  decoded = sampler.decoded_tokens
+    assert sampler.counters.prefilled_tokens - before == length
+  decoded = sampler.counters.decoded_tokens
   response = _respond(sampler, 0, ids, KEY)
-  assert sampler.decoded_tokens - decoded == len(response.ids)
+  assert sampler.counters.decoded_tokens - decoded == len(response.ids)
 
 
 def test_a_changed_context_keeps_the_common_prefix_and_gives_the_same():
@@ -167,9 +167,9 @@ def test_a_changed_context_keeps_the_common_prefix_and_gives_the_same():
   first, second = shared + _context(10, 30), shared + _context(11, 25)
   sampler = _sampler()
   _respond(sampler, 1, first, KEY)
-  before = sampler.prefilled_tokens
+  before = sampler.counters.prefilled_tokens
   reused = _respond(sampler, 1, second, KEY)
-  assert sampler.prefilled_tokens - before == len(second) - 1 - len(shared)
+  assert sampler.counters.prefilled_tokens - before == len(second) - 1 - len(shared)
   fresh = _respond(_sampler(), 1, second, KEY)
   np.testing.assert_array_equal(reused.ids, fresh.ids)
   np.testing.assert_allclose(reused.logps, fresh.logps, atol=1e-5)
@@ -183,9 +183,10 @@ def test_reset_forgets_and_drops_a_response_in_the_making():
   assert sampler.decode(max_steps=3) == []
   sampler.reset(0)
   assert sampler.active == () and sampler.decode() == []
-  before = sampler.prefilled_tokens
+  before = sampler.counters.prefilled_tokens
   sampler.submit(0, context, KEY)
-  assert sampler.prefilled_tokens - before == len(context) - 1
+  sampler.decode(max_steps=1)
+  assert sampler.counters.prefilled_tokens - before == len(context) - 1
 
 
 def test_caps_end_a_response_as_truncated():
@@ -291,7 +292,7 @@ def test_token_i_is_drawn_with_the_key_folded_by_i():
     keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(made)
     uniform = jax.vmap(jax.random.uniform)(keys)
     logits = policy.logits(params, hidden)[0, 15 + made]
-    return sampler_lib.sample(logits, uniform, jnp.float32(1))[0]
+    return sampling.sample(logits, uniform, sampling.Settings())[0]
 
   np.testing.assert_array_equal(response.ids, redraw(params))
 
@@ -304,12 +305,12 @@ def test_new_params_and_temperatures_act_without_compiling():
     _respond(sampler, 1, _context(0, length), KEY)
   compiled = sampler.compilations
   sampler.set_params(jax.tree.map(lambda x: x * 1.1, _policy()[1]))
-  before = sampler.prefilled_tokens
+  before = sampler.counters.prefilled_tokens
   second = _respond(sampler, 0, context, KEY)
   # What was cached under the old params is gone.
-  assert sampler.prefilled_tokens - before == len(context) - 1
+  assert sampler.counters.prefilled_tokens - before == len(context) - 1
   assert not np.allclose(first.logps, second.logps, atol=1e-3)
-  sampler.temperature = 0.5
+  sampler.settings = sampling.Settings(0.5)
   for length in (7, 19, 55, 90, 290):
     _respond(sampler, 2, _context(1, length), KEY, cap=3)
   assert sampler.compilations == compiled
@@ -324,37 +325,6 @@ def test_chunks_cover_the_count_with_little_padding(count):
   assert sum(size for size, _ in chunks) <= max(16, count * 2)
 
 
-@pytest.mark.parametrize('vocab', [5, 128, 300])
-def test_samples_follow_the_softmax(vocab):
-  rng = np.random.default_rng(vocab)
-  logits = rng.normal(size=vocab).astype(np.float32) * 2
-  logits[[1, vocab - 1]] = qwen2._NEVER
-  draws = 40_000
-  uniform = jax.random.uniform(KEY, (draws,))
-  ids, logps = _sample(
-    jnp.broadcast_to(logits, (draws, vocab)), uniform, jnp.float32(1)
-  )
-  np.testing.assert_allclose(logps, jax.nn.log_softmax(logits)[ids], atol=1e-5)
-  probs = np.asarray(jax.nn.softmax(logits), np.float64)
-  counts = np.bincount(ids, minlength=vocab)
-  assert counts[1] == 0 and counts[vocab - 1] == 0
-  likely = probs * draws >= 5
-  chi2 = np.sum((counts - probs * draws)[likely] ** 2 / (probs * draws)[likely])
-  # Mean likely.sum() - 1, deviation sqrt(2 x mean): five deviations.
-  degrees = likely.sum() - 1
-  assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
-
-
-def test_sampling_inverts_the_cdf_at_its_edges():
-  logits = np.full((5, 300), qwen2._NEVER, np.float32)
-  logits[:, [2, 140, 141, 260]] = np.log(0.25)
-  below_one = np.nextafter(np.float32(1), np.float32(0))
-  # 1 itself is never drawn, but a target may be rounded up to the total.
-  uniform = np.asarray([0.0, 0.25, 0.6, below_one, 1.0], np.float32)
-  ids, _ = _sample(logits, uniform, jnp.float32(1))
-  assert ids.tolist() == [2, 140, 141, 260, 260]
-
-
 def test_spare_ids_are_never_sampled():
   policy, params = _policy()
   # Spare rows with by far the largest logits, were they not masked.
@@ -366,7 +336,7 @@ def test_spare_ids_are_never_sampled():
     slots=4,
     cache_len=300,
     max_new_tokens=12,
-    temperature=5.0,
+    settings=sampling.Settings(5.0),
     stop_ids=[],
   )
   responses = []
@@ -392,7 +362,7 @@ def test_untied_heads_and_one_kv_head_agree_as_well():
     slots=2,
     cache_len=64,
     max_new_tokens=8,
-    temperature=1.0,
+    settings=sampling.Settings(),
     stop_ids=[],
   )
   context = _context(20, 24)

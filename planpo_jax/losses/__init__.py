@@ -41,8 +41,10 @@ class LossMetrics:
     entropy: of the policy (nats).
     ratio_min: smallest new/old probability ratio; inf where there is none.
     ratio_max: largest; 0 where there is none.
-    sampler_gap: largest |old_logp - sampler_logp| (nats): how far the training
-      forward pass is from the one that sampled.
+    sampler_gap: largest |old_logp - sampler_logp| (nats): how far the policy
+      that is trained from is from what was sampled.
+    sampler_kl: k3 estimate of KL(sampler || old) (nats): the same, on average.
+    sampler_capped: share of tokens whose importance weight was capped.
   """
 
   weight: jax.Array
@@ -55,6 +57,8 @@ class LossMetrics:
   ratio_min: jax.Array
   ratio_max: jax.Array
   sampler_gap: jax.Array
+  sampler_kl: jax.Array
+  sampler_capped: jax.Array
 
 
 _SUMS = (
@@ -64,6 +68,8 @@ _SUMS = (
   'clip_frac',
   'dual_clip_frac',
   'entropy',
+  'sampler_kl',
+  'sampler_capped',
 )
 
 

@@ -1,7 +1,9 @@
 """The clipped objective of PPO with a KL penalty.
 
 Sources: PPO, arXiv 1707.06347, equation 7; PlanPO, arXiv 2608.17289, equations
-9 and 10; dual clip, arXiv 1912.09729, equation 5.
+9 and 10; dual clip, arXiv 1912.09729, equation 5; truncated importance
+sampling, IMPALA, arXiv 1802.01561, section 4.1, here a weight a token without
+products over time.
 
 Departures from PlanPO: equation 9 averages over turns
 (`aggregation='turn_mean'`); the default weighs every token alike, as the code
@@ -31,11 +33,13 @@ def loss(
   kl_kind: str = 'k3',
   entropy_coef: float = 0.001,
   aggregation: str = 'token_mean',
+  sampler_cap: float | None = None,
 ) -> tuple[jax.Array, losses.LossMetrics]:
   """Returns the loss to minimise and its metrics.
 
   l = min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
-  loss = mean(-l + kl_coef KL - entropy_coef H), ratio = exp(logp - old_logp)
+  loss = mean(-w l + kl_coef KL - entropy_coef H), ratio = exp(logp - old_logp)
+  w = min(exp(old_logp - sampler_logp), sampler_cap), or 1 without a cap
 
   Args:
     logp_BT: [B, T] under the policy being trained.
@@ -51,13 +55,17 @@ def loss(
     entropy_coef: weight of the entropy bonus.
     aggregation: `token_mean` weighs every response token 1; `turn_mean` weighs
       it 1/L_it, so that every turn counts alike.
+    sampler_cap: cap, at least 1, on the importance weight of tokens that were
+      sampled by another policy than the one scored: an older one, one in
+      another precision, or a filtered one; None: they are taken as its own.
 
   Returns:
     Scalar, and metrics. Without a single response token the scalar and its
     gradient are 0, and the metrics those of `losses.no_metrics`.
 
   Raises:
-    ValueError: unknown aggregation or kl_kind, or dual_clip not above 1.
+    ValueError: unknown aggregation or kl_kind, dual_clip not above 1, or
+      sampler_cap below 1.
   """
   if aggregation not in ('token_mean', 'turn_mean'):
     raise ValueError(
@@ -66,6 +74,11 @@ def loss(
   if dual_clip is not None and dual_clip <= 1:
     raise ValueError(
       f'dual_clip={dual_clip} must be above 1, or None for no bound; try 3.'
+    )
+  if sampler_cap is not None and sampler_cap < 1:
+    raise ValueError(
+      f'sampler_cap={sampler_cap} must be at least 1, or None for no '
+      'correction; try 2.'
     )
   mask_BT = batch.loss_mask_BT
   weight_BT = mask_BT.astype(jnp.float32)
@@ -90,6 +103,14 @@ def loss(
   if dual_clip is not None:
     dual_BT = (adv_BT < 0) & (policy_BT > -dual_clip * adv_BT)
     policy_BT = jnp.where(dual_BT, -dual_clip * adv_BT, policy_BT)
+  log_drift_BT = jnp.where(
+    mask_BT, batch.old_logp_BT - batch.sampler_logp_BT, 0.0
+  )
+  drift_BT = jnp.exp(jnp.clip(log_drift_BT, -20.0, 20.0))
+  capped_BT = jnp.zeros_like(mask_BT)
+  if sampler_cap is not None:
+    capped_BT = drift_BT > sampler_cap
+    policy_BT = policy_BT * jnp.minimum(drift_BT, sampler_cap)
   kl_BT = kl.estimate(
     jnp.where(mask_BT, logp_BT, 0.0),
     jnp.where(mask_BT, batch.ref_logp_BT, 0.0),
@@ -114,10 +135,8 @@ def loss(
     entropy=entropy,
     ratio_min=jnp.min(ratio_BT, initial=jnp.inf, where=mask_BT),
     ratio_max=jnp.max(ratio_BT, initial=0.0, where=mask_BT),
-    sampler_gap=jnp.max(
-      jnp.abs(batch.old_logp_BT - batch.sampler_logp_BT),
-      initial=0.0,
-      where=mask_BT,
-    ),
+    sampler_gap=jnp.max(jnp.abs(log_drift_BT)),
+    sampler_kl=total(jnp.expm1(log_drift_BT) - log_drift_BT),
+    sampler_capped=total(capped_BT),
   )
   return value, metrics

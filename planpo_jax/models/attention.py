@@ -195,16 +195,21 @@ def write_cache(
   cache: LayerCache,
   k_BTKH: jax.Array,
   v_BTKH: jax.Array,
-  first_row: jax.Array,
+  row_B: jax.Array | None,
   positions_BT: jax.Array,
   layer: jax.Array | None = None,
 ) -> LayerCache:
-  """Stores keys and values; positions below 0 are dropped."""
+  """Stores keys and values; positions below 0 are dropped.
+
+  `row_B` names the row of the cache of each row given; None: all, in order.
+  """
   if cache[0][0].dtype == jnp.uint16:
     k_BTKH, v_BTKH = (
       jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (k_BTKH, v_BTKH)
     )
-  rows_B1 = first_row + jnp.arange(positions_BT.shape[0])[:, None]
+  if row_B is None:
+    row_B = jnp.arange(positions_BT.shape[0])
+  rows_B1 = row_B[:, None]
   where = (rows_B1,) if layer is None else (layer, rows_B1)
   start = 0
   written = []
@@ -226,7 +231,7 @@ def attend_cache(
   q_BTNH: jax.Array,
   cache: LayerCache,
   positions_BT: jax.Array,
-  first_row: jax.Array,
+  row_B: jax.Array | None,
   filled: jax.Array,
   layer: jax.Array | None = None,
 ) -> jax.Array:
@@ -242,7 +247,7 @@ def attend_cache(
     cache: keys and values, those of the new tokens written already.
     positions_BT: cache position of each query; it sees positions up to its
       own.
-    first_row: cache row of the first of the B rows, which are adjacent.
+    row_B: int32, the row of the cache of each row; None: all, in order.
     filled: int32; pieces that start there or later are not read.
     layer: which one, if the cache holds several.
 
@@ -263,7 +268,7 @@ def attend_cache(
 
   def read(carry, piece, start):
     max_BKQ, sum_BKQ, out_BKQH = carry
-    k_BKHS, v_BKSH = (_rows_of(x, layer, first_row, batch) for x in piece)
+    k_BKHS, v_BKSH = (_rows_of(x, layer, row_B) for x in piece)
     scores_BKQS = jnp.einsum(
       'BKQH,BKHS->BKQS', q_BKQH, k_BKHS, preferred_element_type=jnp.float32
     )
@@ -313,13 +318,15 @@ def attend_cache(
   )
 
 
-def _rows_of(x, layer, first_row, rows):
-  """Adjacent rows of an array of the cache, and of one layer of it."""
-  if layer is None:
-    cut = jax.lax.dynamic_slice_in_dim(x, first_row, rows)
-  else:
-    shape = (1, rows, *x.shape[2:])
-    cut = jax.lax.dynamic_slice(x, (layer, first_row, 0, 0, 0), shape)[0]
-  if cut.dtype == jnp.uint16:
-    cut = jax.lax.bitcast_convert_type(cut, jnp.bfloat16)
-  return cut
+def _rows_of(x, layer, row_B):
+  """Some rows (None: all) of an array of the cache, or of one layer of it."""
+  if row_B is not None and row_B.shape[0] == 1:
+    # A slice, which costs less than a gather.
+    x = jax.lax.dynamic_slice_in_dim(x, row_B[0], 1, axis=x.ndim - 4)
+  if layer is not None:
+    x = jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+  if row_B is not None and row_B.shape[0] > 1:
+    x = jnp.take(x, row_B, axis=0)
+  if x.dtype == jnp.uint16:
+    x = jax.lax.bitcast_convert_type(x, jnp.bfloat16)
+  return x

@@ -387,7 +387,7 @@ class Qwen2(nnx.Module):
         x_BTD, _ = step(x_BTD, params)
     return self._final_norm(x_BTD)
 
-  def extend(self, cache, tokens_BT, start_B, count_B, first_row):
+  def extend(self, cache, tokens_BT, start_B, count_B, row_B):
     index_T = jnp.arange(tokens_BT.shape[1])
     positions_BT = start_B[:, None] + index_T
     real_BT = index_T < count_B[:, None]
@@ -403,12 +403,10 @@ class Qwen2(nnx.Module):
 
       def attend(q_BTNH, k_BTKH, v_BTKH):
         written.append(
-          attention.write_cache(
-            cache, k_BTKH, v_BTKH, first_row, write_BT, index
-          )
+          attention.write_cache(cache, k_BTKH, v_BTKH, row_B, write_BT, index)
         )
         return attention.attend_cache(
-          q_BTNH, written[0], positions_BT, first_row, filled, index
+          q_BTNH, written[0], positions_BT, row_B, filled, index
         )
 
       x_BTD = nnx.merge(graphdef, params)(x_BTD, rotary, attend)
@@ -500,7 +498,7 @@ class Policy:
     tokens_BT: jax.Array,
     start_B: jax.Array,
     count_B: jax.Array,
-    first_row: jax.Array,
+    row_B: jax.Array | None = None,
   ) -> tuple[jax.Array, Cache]:
     """Appends tokens to cached sequences.
 
@@ -512,13 +510,14 @@ class Policy:
         and overwritten.
       count_B: int32, 0 for a row to leave alone. `start + count` must not
         exceed the cache: what lies beyond is dropped.
-      first_row: int32, the cache row of row 0; the rest follow.
+      row_B: int32, the cache row of each row, none twice unless its count is
+        0; None: all rows of the cache, in order.
 
     Returns:
       hidden_BTD of the new tokens (padding means nothing), and the cache.
     """
     return self._module(params).extend(
-      cache, tokens_BT, start_B, count_B, first_row
+      cache, tokens_BT, start_B, count_B, row_B
     )
 
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -635,6 +634,19 @@ def token_logps(
     jnp.where(known_BT, join(logp_nBC), 0.0),
     jnp.where(known_BT, join(entropy_nBC), 0.0),
   )
+
+
+def compute_params(config: Qwen2Config, params: Params) -> Params:
+  """Params with the matrices in the compute type.
+
+  Every product casts its matrix to that type, so results are the same; norms
+  are computed in float32 and stay as they are.
+  """
+
+  def cast(path, x):
+    return x if path[-1].key.endswith('norm_D') else x.astype(config.dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def abstract_params(policy: Policy) -> Params:

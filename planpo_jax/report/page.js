@@ -83,6 +83,33 @@ const setUpCharts = ({plot, colours, charts}) => {
   }
 };
 
+const tokensElement = ({ids, logps}, total) => {
+  const root = make('details', 'tokens');
+  root.append(make('summary', '', 'Response ids and log-probabilities'));
+  // Built when it is opened: an episode may have thousands of tokens.
+  root.addEventListener('toggle', () => {
+    const list = make('p', 'ids');
+    ids.forEach((id, i) => {
+      const logp = logps[i] ?? null;
+      const token = make('span', '', id === null ? '?' : String(id));
+      token.append(make('small', '', shown(logp)));
+      if (logp !== null) {
+        const probability = Math.exp(Math.min(0, logp));
+        token.title = `probability ${shown(100 * probability)}%`;
+        token.style.setProperty('--surprise', (1 - probability).toFixed(3));
+      }
+      list.append(token, ' ');
+    });
+    const leftOut = total - ids.length;
+    root.append(
+      make('p', 'caption', 'Each id as sampled with its log-probability in ' +
+        'nats; the less probable it was, the stronger its colour.' +
+        (leftOut > 0 ? ` ${leftOut} further ids are left out.` : '')),
+      list);
+  }, {once: true});
+  return root;
+};
+
 const turnElement = (turn, index, total) => {
   const item = make('li', 'turn');
   const side = make('aside');
@@ -92,7 +119,18 @@ const turnElement = (turn, index, total) => {
     fact(`reward ${turn.reward > 0 ? '+' : ''}${shown(turn.reward)}`,
          turn.reward > 0 ? 'good' : turn.reward < 0 ? 'bad' : '');
   }
-  if (turn.tokens !== null) fact(`${turn.tokens} tokens`);
+  const {sampled} = turn;
+  if (sampled) {
+    const optional = (value, text) => value === null || fact(text);
+    optional(sampled.prompt_tokens, `${sampled.prompt_tokens} prompt ids`);
+    fact(`${turn.tokens} response ids`);
+    optional(sampled.mean_logp,
+             `mean log-prob ${shown(sampled.mean_logp)}`);
+    optional(sampled.respond_s, `policy ${shown(sampled.respond_s)} s`);
+    optional(sampled.env_s, `env ${shown(sampled.env_s)} s`);
+  } else if (turn.tokens !== null) {
+    fact(`${turn.tokens} tokens`);
+  }
   fact(turn.valid ? 'valid format' : 'invalid format', turn.valid ? '' : 'bad');
   if (turn.truncated) fact('cut at the token limit', 'bad');
   if (turn.advantage !== null) fact(`advantage ${shown(turn.advantage)}`);
@@ -101,7 +139,12 @@ const turnElement = (turn, index, total) => {
     list.append(make('dt', '', name),
                 make('dd', name, turn[name] === '' ? '(empty)' : turn[name]));
   }
-  item.append(side, list);
+  const body = make('div');
+  body.append(list);
+  if (sampled && sampled.ids.length) {
+    body.append(tokensElement(sampled, turn.tokens));
+  }
+  item.append(side, body);
   return item;
 };
 
@@ -119,6 +162,8 @@ const episodeElement = (episode) => {
   fact(`${episode.total_turns} turns`);
   fact(`${episode.tokens} response tokens`);
   if (episode.ending) fact(episode.ending);
+  if (episode.start_s !== null) fact(`began at ${shown(episode.start_s)} s`);
+  if (episode.reset_s !== null) fact(`reset in ${shown(episode.reset_s)} s`);
   fact(`${run} · ${file}`);
   if (episode.step !== null) fact(`step ${episode.step}`);
   const task = [episode.env, episode.split, episode.type].filter(Boolean);

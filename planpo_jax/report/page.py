@@ -77,6 +77,55 @@ _CURVES = (
   ('loss/grad_norm', 'Gradient norm', '', 'Global norm before clipping.'),
   ('loss/entropy', 'Entropy', '', 'Mean a response token, in nats.'),
   ('time/step_s', 'Time a step', 'seconds', 'Rollout, update and the rest.'),
+  (
+    'rollout/tokens_per_s',
+    'Tokens a second',
+    '',
+    'Response tokens sampled a second of the rollout.',
+  ),
+  (
+    'rollout/occupancy',
+    'Slot occupancy',
+    'share',
+    'Share of slot time before the tail in which a slot held an episode.',
+  ),
+  (
+    'rollout/decode_share',
+    'Decoding',
+    'share',
+    'Share of slot time in which a response was being sampled.',
+  ),
+  (
+    'rollout/prefill_share',
+    'Prefill',
+    'share',
+    'Share of slot time in which a context was read, or waited to be.',
+  ),
+  (
+    'rollout/env_wait_share',
+    'Waiting for environments',
+    'share',
+    'Share of slot time in which the environment took its step.',
+  ),
+  (
+    'rollout/tail_s',
+    'Tail',
+    'seconds',
+    'Time of the rollout after 90% of its episodes had ended.',
+  ),
+  (
+    'loss/sampler_gap',
+    'Gap between sampler and learner',
+    '',
+    "Largest difference of a token's log-probabilities, in nats, before the"
+    ' update.',
+  ),
+  (
+    'loss/sampler_kl',
+    'KL between sampler and learner',
+    '',
+    'Mean k3 estimate a response token, in nats, before the update.',
+  ),
 )
 
 # Settings that tell a reader what was run, besides those of the method chosen.
@@ -90,27 +139,34 @@ _MAIN_SETTINGS = frozenset(
 
 
 def write(
-  directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
+  paths: Sequence[pathlib.Path], output: pathlib.Path | None = None
 ) -> pathlib.Path:
   """Reads runs and writes their page.
 
   Args:
-    directories: one a run, at least one.
-    output: file to write; `report.html` in the first directory by default.
+    paths: at least one: the directory of a run, a folder of dumped episodes or
+      one file of it.
+    output: file to write. By default `report.html` in the first path, or
+      `NAME.html` beside it when it is a file `NAME.jsonl.gz`.
 
   Returns:
     The path of the page.
 
   Raises:
-    runs.RunError: a directory cannot be read as a run, or the page cannot be
-      written where asked.
+    runs.RunError: a path can be read neither as a run nor as a dump, or the
+      page cannot be written where asked.
   """
   runs = runs_lib.load_all(
-    directories,
+    paths,
     episodes_per_file=EPISODES_PER_FILE,
     transcript_bytes=TRANSCRIPT_BYTES,
   )
-  output = output or directories[0] / 'report.html'
+  first = paths[0]
+  if output is None and first.is_dir():
+    output = first / 'report.html'
+  elif output is None:
+    name = first.name.removesuffix(runs_lib.DUMP_SUFFIX)
+    output = first.with_name(name + '.html')
   written = datetime.datetime.now().strftime('%Y-%m-%d %H:%M')
   page = render(runs, written=written)
   # Renamed into place, so that a browser never loads half a page.
@@ -138,6 +194,7 @@ def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
   script = (_HERE / 'page.js').read_text('utf-8')
   judged = verdict.judge(runs)
   main, other = _charts(runs)
+  trained = [run for run in runs if not run.only_episodes]
   return string.Template((_HERE / 'page.html').read_text('utf-8')).substitute(
     policy=(
       f"default-src 'none'; style-src {_hash(style)}; script-src"
@@ -154,9 +211,9 @@ def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
     legend=_legend(runs),
     notes=_notes(runs),
     results=_results(runs),
-    curves=_curves(main, other),
+    curves=_curves(main, other) if trained else '',
     transcripts=_transcripts(runs),
-    configuration=_configuration(runs),
+    configuration=_configuration(trained) if trained else '',
     written=html.escape(written),
     curves_json=_curves_json([*main, *other]),
     transcripts_json=_transcripts_json(runs),
@@ -173,13 +230,15 @@ def _legend(runs: Sequence[runs_lib.Run]) -> str:
   items = []
   for i, run in enumerate(runs):
     planned = runs_lib.number(run.config.get('train.steps')) or 0
-    if run.last_step is None:
+    if run.only_episodes:
+      state = 'dumped episodes'
+    elif run.last_step is None:
       state = 'no training step yet'
     elif planned > run.last_step:
       state = f'step {run.last_step} of {planned:.0f}'
     else:
       state = verdict.count(run.last_step, 'training step')
-    if 'after' not in run.rows:
+    if not (run.only_episodes or run.replays or 'after' in run.rows):
       state += ', not finished'
     items.append(
       f'<li>{charts.swatch(i)}<b>{html.escape(run.name)}</b>'

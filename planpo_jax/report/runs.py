@@ -1,4 +1,4 @@
-"""Reads what a training run left in its directory.
+"""Reads what a training run left in its directory, and dumps of episodes.
 
 A run may still be going: a last line cut in half, a summary without its
 `after` row or a file that is not there yet are normal, and each is told to the
@@ -8,10 +8,12 @@ reader of the page through `Run.notes`.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 import pathlib
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,13 @@ FILES = ('config.json', 'metrics.jsonl', 'summary.json', 'transcripts/')
 MAX_CHARACTERS = 4000
 # Most turns kept of one episode.
 MAX_TURNS = 150
+# Most tokens kept of one response.
+MAX_TOKENS = 256
 
+# What a dump is: planpo_jax/dump.py, not read through it because the report
+# needs neither JAX nor numpy.
+DUMP_FORMAT = ('planpo_jax.episodes', 1)
+DUMP_SUFFIX = '.jsonl.gz'
 
 _HIDDEN = re.compile(
   '[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]'
@@ -62,6 +70,8 @@ class Run:
     rows: by name (`before`, `after`), the row of the closing table.
     transcripts: files of transcripts, evaluations first.
     notes: sentences about what was missing or unreadable.
+    only_episodes: `path` is a dump, or a file of one, and not a run: there
+      are transcripts and nothing else.
   """
 
   name: str
@@ -73,10 +83,16 @@ class Run:
   rows: Mapping[str, Mapping[str, Any]]
   transcripts: Sequence[TranscriptFile]
   notes: Sequence[str]
+  only_episodes: bool = False
+
+  @property
+  def replays(self) -> bool:
+    """It trains from a dump, without environments to be evaluated in."""
+    return bool(self.config.get('rollout.replay'))
 
 
 def load_all(
-  directories: Sequence[pathlib.Path],
+  paths: Sequence[pathlib.Path],
   *,
   episodes_per_file: int,
   transcript_bytes: int,
@@ -84,7 +100,8 @@ def load_all(
   """Reads several runs.
 
   Args:
-    directories: one a run, as given to `launch/train.py --workdir`.
+    paths: one a run, as given to `launch/train.py --workdir`; or a folder of
+      dumped episodes, or one file of it.
     episodes_per_file: most episodes kept of one file of transcripts.
     transcript_bytes: most bytes of encoded transcripts, over all runs.
 
@@ -92,9 +109,10 @@ def load_all(
     The runs, in the order given.
 
   Raises:
-    RunError: a directory is given twice, is missing or holds no run.
+    RunError: a path is given twice, is missing or holds neither a run nor a
+      dump.
   """
-  resolved = [directory.resolve() for directory in directories]
+  resolved = [path.resolve() for path in paths]
   for index, path in enumerate(resolved):
     if path in resolved[:index]:
       raise RunError(f'{path} is given twice; give each run once.')
@@ -126,19 +144,33 @@ def _load(
   transcript_bytes: int,
 ) -> Run:
   expected = (
-    f'A run is the --workdir of launch/train.py and holds {", ".join(FILES)}.'
+    f'A run is the --workdir of launch/train.py and holds {", ".join(FILES)};'
+    f' a dump of episodes is a folder of *{DUMP_SUFFIX} or one such file.'
   )
-  if not path.is_dir():
-    raise RunError(f'{path}: no such directory. {expected}')
-  if not any((path / file).exists() for file in FILES):
+  if not path.exists():
+    raise RunError(f'{path}: no such directory or file. {expected}')
+  if not path.is_dir() and not path.name.endswith(DUMP_SUFFIX):
+    raise RunError(f'{path}: a file that is no dump of episodes. {expected}')
+  is_run = any((path / file).exists() for file in FILES)
+  dumped = [path] if path.is_file() else _dump_files(path)
+  if not is_run and not dumped:
     raise RunError(f'{path}: holds none of the files of a run. {expected}')
   notes: list[str] = []
+  config, summary, metrics = {}, {}, {}
   try:
-    config = _read_object(path / 'config.json', notes)
-    summary = _read_object(path / 'summary.json', notes)
-    metrics = _read_metrics(path / 'metrics.jsonl', notes)
+    if is_run:
+      config = dict(_flatten(_read_object(path / 'config.json', notes)))
+      summary = _read_object(path / 'summary.json', notes)
+      metrics = _read_metrics(path / 'metrics.jsonl', notes)
+      dumped = _dump_of_run(path, config.get('rollout.dump'), notes)
+    names = {_file_name(file) for file in dumped}
+    plain = [
+      file
+      for file in (path / 'transcripts').glob('*.jsonl')
+      if _file_name(file) not in names
+    ]
     transcripts = _read_transcripts(
-      path / 'transcripts',
+      [*dumped, *plain],
       notes,
       episodes_per_file=episodes_per_file,
       budget=transcript_bytes,
@@ -147,10 +179,21 @@ def _load(
     raise RunError(
       f'{error.filename or path}: cannot be read ({error.strerror}). {expected}'
     ) from error
+  if not is_run and not transcripts:
+    raise RunError(
+      f'{path}: holds no episodes that can be read. {" ".join(notes)} '
+      f'{expected}'
+    )
   rows = summary.get('rows')
   rows = rows if isinstance(rows, dict) else {}
   rows = {clean(key): row for key, row in rows.items() if isinstance(row, dict)}
-  if 'after' not in rows:
+  if config.get('rollout.replay'):
+    notes.append(
+      'Trained from the dump rollout.replay='
+      f'{text(config["rollout.replay"])}, without environments: nothing is'
+      ' evaluated.'
+    )
+  elif is_run and 'after' not in rows:
     notes.append(
       'No closing evaluation yet: the run is in progress or was stopped.'
     )
@@ -160,13 +203,14 @@ def _load(
   return Run(
     name=name,
     path=path,
-    config=dict(_flatten(config)),
+    config=config,
     metrics=metrics,
     last_step=int(max(steps)) if steps else None,
     split=text(summary.get('split')),
     rows=rows,
     transcripts=transcripts,
     notes=tuple(notes),
+    only_episodes=not is_run,
   )
 
 
@@ -281,12 +325,46 @@ def spread(items: Sequence[Any], count: int) -> Sequence[Any]:
   return [items[i * len(items) // count] for i in range(count)]
 
 
+def _file_name(path: pathlib.Path) -> str:
+  """Name of a file of transcripts without its ending, packed or not."""
+  return path.name.removesuffix('.gz').removesuffix('.jsonl')
+
+
+def _dump_files(folder: pathlib.Path) -> list[pathlib.Path]:
+  return list(folder.glob('*' + DUMP_SUFFIX))
+
+
+def _dump_of_run(
+  path: pathlib.Path, setting: Any, notes: list[str]
+) -> list[pathlib.Path]:
+  """Files of the dump that a run was configured to write; [] without one."""
+  if not isinstance(setting, str) or not setting:
+    return []
+  given = pathlib.Path(setting)
+  # A relative path starts where training was started: here, or at a folder
+  # around the run. A run that was moved may have its dump in or beside it.
+  for folder in (
+    given,
+    *(parent / given for parent in (path, *path.parents)),
+    path / given.name,
+    path.parent / given.name,
+  ):
+    files = _dump_files(folder)
+    if files:
+      return files
+  notes.append(
+    f'rollout.dump={clean(setting)}: no episodes were found there; those of'
+    ' transcripts/ are shown.'
+  )
+  return []
+
+
 def _transcript_order(path: pathlib.Path) -> tuple[bool, str]:
   return path.name.startswith('train'), path.name
 
 
 def _read_transcripts(
-  folder: pathlib.Path,
+  paths: Sequence[pathlib.Path],
   notes: list[str],
   *,
   episodes_per_file: int,
@@ -300,8 +378,11 @@ def _read_transcripts(
   kept: list[TranscriptFile] = []
   cap = episodes_per_file
   dropped = 0
-  for path in sorted(folder.glob('*.jsonl'), key=_transcript_order):
-    kept.append(_read_episodes(path, cap, notes))
+  for path in sorted(paths, key=_transcript_order):
+    if path.name.endswith(DUMP_SUFFIX):
+      kept += _read_dump(path, cap, notes)
+    else:
+      kept.append(_read_episodes(path, cap, notes))
     while _size(kept) > budget:
       if cap > 1:
         cap = max(1, cap // 2)
@@ -339,12 +420,52 @@ def _read_episodes(
       episodes.append(record)
   _note_unreadable(path.name, bad, len(lines), notes)
   return TranscriptFile(
-    name=clean(path.stem),
+    name=clean(_file_name(path)),
     total=len(episodes),
     episodes=tuple(
       embed_json(_episode(record)) for record in spread(episodes, cap)
     ),
   )
+
+
+def _read_dump(
+  path: pathlib.Path, cap: int, notes: list[str]
+) -> list[TranscriptFile]:
+  """The episodes of a file of a dump; [] with a note when it is none."""
+  name = clean(path.name)
+  lines: list[bytes] = []
+  try:
+    with gzip.open(path, 'rb') as file:
+      lines.extend(file)
+  except (EOFError, zlib.error, gzip.BadGzipFile):
+    notes.append(
+      f'{name}: the file is cut or damaged; what came before is shown.'
+    )
+  header = (_parse(lines[0]) if lines else None) or {}
+  if (header.get('format'), header.get('version')) != DUMP_FORMAT:
+    notes.append(
+      f'{name}: not a dump of episodes of version {DUMP_FORMAT[1]}; left out.'
+    )
+    return []
+  # Only those shown are parsed, for a dump holds every episode of a run.
+  records = [_parse(line) for line in spread(lines[1:], cap)]
+  unreadable = records.count(None)
+  if unreadable:
+    notes.append(
+      f'{name}: {unreadable} unreadable of {len(records)} lines were skipped.'
+    )
+  step = {'step': header.get('step')}
+  return [
+    TranscriptFile(
+      name=clean(_file_name(path)),
+      total=len(lines) - 1,
+      episodes=tuple(
+        embed_json(_episode(step | record))
+        for record in records
+        if record is not None
+      ),
+    )
+  ]
 
 
 def embed_json(value: Any) -> str:
@@ -375,10 +496,10 @@ def _episode(record: Mapping[str, Any]) -> dict[str, Any]:
   turns = record.get('turns')
   turns = turns if isinstance(turns, list) else []
   turns = [turn for turn in turns if isinstance(turn, dict)]
-  tokens = [number(turn.get('tokens')) for turn in turns]
+  tokens = [_tokens(turn) for turn in turns]
   return {
     'step': number(record.get('step')),
-    'split': _cut(record.get('split')),
+    'split': _cut(record.get('split', task.get('split'))),
     'env': _cut(task.get('env')),
     'type': _cut(task.get('name')),
     'index': number(task.get('index')),
@@ -390,6 +511,8 @@ def _episode(record: Mapping[str, Any]) -> dict[str, Any]:
     'ending': _cut(record.get('ending')),
     'fault': _cut(record.get('fault')),
     'return': number(record.get('return')),
+    'start_s': _short(number(record.get('start_s'))),
+    'reset_s': _short(number(record.get('reset_s'))),
     'tokens': sum(count or 0 for count in tokens),
     'total_turns': len(turns),
     'turns': [
@@ -400,9 +523,42 @@ def _episode(record: Mapping[str, Any]) -> dict[str, Any]:
         'valid': turn.get('valid') is not False,
         'truncated': turn.get('truncated') is True,
         'reward': number(turn.get('reward')),
-        'tokens': number(turn.get('tokens')),
+        'tokens': count,
         'advantage': number(turn.get('advantage')),
+        'sampled': _sampled(turn),
       }
-      for turn in turns[:MAX_TURNS]
+      for turn, count in zip(turns[:MAX_TURNS], tokens, strict=False)
     ],
   }
+
+
+def _tokens(turn: Mapping[str, Any]) -> float | None:
+  """Number of tokens of a response, given or counted."""
+  ids = turn.get('response_ids')
+  return len(ids) if isinstance(ids, list) else number(turn.get('tokens'))
+
+
+def _sampled(turn: Mapping[str, Any]) -> dict[str, Any] | None:
+  """What a dump tells of how a turn was sampled; None without it."""
+  ids, logps = turn.get('response_ids'), turn.get('response_logps')
+  if not isinstance(ids, list) or not isinstance(logps, list):
+    return None
+  prompt_ids = turn.get('prompt_ids')
+  logps = [number(logp) for logp in logps]
+  known = [logp for logp in logps if logp is not None]
+  return {
+    'prompt_tokens': len(prompt_ids) if isinstance(prompt_ids, list) else None,
+    'mean_logp': _short(sum(known) / len(known)) if known else None,
+    'respond_s': _short(number(turn.get('respond_s'))),
+    'env_s': _short(number(turn.get('env_s'))),
+    'ids': [
+      value if type(value) is int and 0 <= value < 2**53 else None
+      for value in ids[:MAX_TOKENS]
+    ],
+    'logps': [_short(logp) for logp in logps[:MAX_TOKENS]],
+  }
+
+
+def _short(value: float | None) -> float | None:
+  """Three digits of a number: what the page shows of it."""
+  return None if value is None else float(f'{value:.3g}')

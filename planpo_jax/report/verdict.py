@@ -211,9 +211,13 @@ def _success_change(run: runs_lib.Run) -> Estimate | None:
 
 
 def _headline(run: runs_lib.Run) -> str:
+  if run.only_episodes:
+    return count(_dumped(run), 'episode') + ' of a dump'
   if 'after' not in run.rows:
     if run.last_step is None:
       return 'Training has not begun'
+    if run.replays:
+      return f'{count(run.last_step, "step")} from a dump, nothing evaluated'
     return f'{count(run.last_step, "step")} so far, no closing evaluation yet'
   change = _success_change(run)
   if change is None:
@@ -243,6 +247,11 @@ def _clear_savings(run: runs_lib.Run) -> list[tuple[Measure, Estimate]]:
 
 
 def _run_sentence(run: runs_lib.Run, *, named: bool) -> str:
+  if run.only_episodes:
+    return (
+      f'{run.name} holds {count(_dumped(run), "dumped episode")} in'
+      f' {count(len(run.transcripts), "file")}, and no results of training.'
+    )
   opening, on = (f'{run.name}: ', 'on') if named else ('', 'On')
   before, after = run.rows.get('before'), run.rows.get('after')
   success = MEASURES[0]
@@ -302,13 +311,18 @@ def _run_sentence(run: runs_lib.Run, *, named: bool) -> str:
   return sentence
 
 
+def _dumped(run: runs_lib.Run) -> int:
+  return sum(file.total for file in run.transcripts)
+
+
 def _training_sentence(run: runs_lib.Run) -> str:
   points = run.metrics.get(('train', 'rollout/success'), ())
   if not points:
     return 'nothing has been measured yet.'
   recent = [value for _, value in points[-5:]]
+  opening = 'no evaluation' if run.replays else 'no evaluation yet'
   return (
-    f'no evaluation yet; over the last {count(len(recent), "training step")}'
+    f'{opening}; over the last {count(len(recent), "training step")}'
     f' {100 * sum(recent) / len(recent):.0f}% of the episodes succeeded.'
   )
 

@@ -1,0 +1,182 @@
+"""Where the episodes of a training step come from.
+
+`Live` plays them with the policy as it is, `Ahead` plays those of the next step
+while this one is learnt from, `Replay` reads what another run played. The loop
+takes from each in the same way.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Protocol
+
+from planpo_jax import dump, episodes, rollout
+from planpo_jax.models import qwen2
+
+
+@dataclasses.dataclass(frozen=True)
+class Experience:
+  """The episodes of one step.
+
+  Attributes:
+    episodes: faults among them.
+    staleness: steps that the policy has learnt since it sampled them.
+    stats: how they were played; None if they were not.
+  """
+
+  episodes: list[episodes.Episode]
+  staleness: int
+  stats: rollout.Stats | None
+
+  def scalars(self) -> dict[str, float]:
+    stats = {} if self.stats is None else self.stats.scalars()
+    return stats | {'rollout/staleness': float(self.staleness)}
+
+
+class Source(Protocol):
+  """What the loop needs."""
+
+  def take(self, step: int, params: qwen2.Params) -> Experience:
+    """The episodes of step `step`, from 0; `params` are the policy's now.
+
+    Raises:
+      rollout.StoppedError: the run was asked to stop.
+    """
+
+  def wait(self) -> None:
+    """Returns when nothing is being played."""
+
+  def close(self) -> None:
+    """Gives up what is being played."""
+
+
+# Plays a step's episodes with the params that were set last.
+Play = Callable[[int], rollout.Collected]
+
+
+class SetParams(Protocol):
+  """Sets the params to play with."""
+
+  def __call__(self, params: qwen2.Params, *, copy: bool = False) -> None:
+    """With `copy` they may be donated before all is played."""
+
+
+class Live:
+  """Plays each step's episodes with the policy as it is: strictly on-policy."""
+
+  def __init__(self, set_params: SetParams, play: Play):
+    self._set_params = set_params
+    self._play = play
+
+  def take(self, step: int, params: qwen2.Params) -> Experience:
+    self._set_params(params)
+    played = self._play(step)
+    return Experience(played.episodes, 0, played.stats)
+
+  def wait(self) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
+class Ahead:
+  """Plays the next step's episodes while this step's are learnt from.
+
+  They are one step old when their turn comes, all but the first. A run that
+  resumes plays its first step with the newest policy, so it is not the same to
+  the bit as one that was never interrupted.
+  """
+
+  def __init__(self, set_params: SetParams, play: Play, steps: int):
+    """`play` is called from another thread, for no step beyond `steps`."""
+    self._set_params = set_params
+    self._play = play
+    self._steps = steps
+    self._thread = concurrent.futures.ThreadPoolExecutor(1)
+    self._next: tuple[int, concurrent.futures.Future] | None = None
+
+  def take(self, step: int, params: qwen2.Params) -> Experience:
+    if self._next is not None and self._next[0] == step:
+      played, staleness = self._next[1].result(), 1
+    else:
+      self.wait()
+      self._set_params(params)
+      played, staleness = self._play(step), 0
+    self._next = None
+    if step + 1 < self._steps:
+      # Here, not in the thread: the update is about to consume them.
+      self._set_params(params, copy=True)
+      self._next = step + 1, self._thread.submit(self._play, step + 1)
+    return Experience(played.episodes, staleness, played.stats)
+
+  def wait(self) -> None:
+    if self._next is not None:
+      concurrent.futures.wait([self._next[1]])
+
+  def close(self) -> None:
+    self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+class Replay:
+  """Reads each step's episodes from the dump of another run."""
+
+  def __init__(
+    self, path: pathlib.Path, *, steps: int, context: str, num_tokens: int
+  ):
+    """Opens a dump.
+
+    Args:
+      path: folder or file, see `dump.Dump`.
+      steps: of the run; the dump must hold 1..steps.
+      context: `chat.context` of the run, which must be that of the dump.
+      num_tokens: ids of its tokenizer.
+
+    Raises:
+      dump.DumpError: there is no such dump, or it lacks a step.
+    """
+    self._num_tokens = num_tokens
+    self._path = path
+    self._dump = dump.Dump(path)
+    missing = sorted(set(range(1, steps + 1)) - set(self._dump.steps))
+    if missing:
+      raise dump.DumpError(
+        f'rollout.replay={str(path)!r} lacks step {missing[0]} of '
+        f'train.steps={steps}; it holds the steps '
+        f'{self._dump.steps[0]}..{self._dump.steps[-1]}. Lower train.steps, or '
+        'give the folder with all of them.'
+      )
+    if self._dump.context != context:
+      raise dump.DumpError(
+        f'rollout.replay={str(path)!r} was recorded with chat.context='
+        f'{self._dump.context!r}, not {context!r}: its prompts would be joined '
+        f'wrongly; set chat.context={self._dump.context}.'
+      )
+
+  def take(self, step: int, params: qwen2.Params) -> Experience:
+    del params  # What was sampled is given.
+    played = self._dump.episodes(step + 1)
+    largest = max(
+      (
+        max((*turn.prompt_ids, *turn.response_ids), default=0)
+        for episode in played
+        for turn in episode.turns
+      ),
+      default=0,
+    )
+    if largest >= self._num_tokens:
+      raise dump.DumpError(
+        f'step {step + 1} of rollout.replay={str(self._path)!r} holds the id '
+        f'{largest}, but the tokenizer of this run has {self._num_tokens} ids; '
+        'give the model that the dump was recorded with.'
+      )
+    return Experience(played, 0, None)
+
+  def wait(self) -> None:
+    pass
+
+  def close(self) -> None:
+    pass

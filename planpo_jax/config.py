@@ -169,8 +169,8 @@ def _check_rollout(config: ml_collections.ConfigDict) -> None:
       raise ConfigError(str(error)) from error
   if config.sampler.temperature == 0:
     raise ConfigError(
-      'sampler.temperature=0 must be above 0: greedy rollouts have no '
-      'log-probabilities to learn from; try 1.0.'
+      f'sampler.temperature={config.sampler.temperature} must be above 0: '
+      'greedy rollouts have no log-probabilities to learn from; try 1.0.'
     )
   rollout = config.rollout
   if not 0 <= rollout.deadline_s < math.inf:

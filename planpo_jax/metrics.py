@@ -170,7 +170,7 @@ def warnings(scalars: Mapping[str, float]) -> list[str]:
       'from and were skipped'
     )
   # An older policy disagrees by rights.
-  fresh = not scalars.get('rollout/staleness')
+  fresh = not scalars['rollout/staleness']
   if fresh and scalars['loss/sampler_gap'] > _GAP_WARNING:
     found.append(
       'sampler and learner disagree on a token by '

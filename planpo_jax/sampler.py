@@ -145,17 +145,35 @@ def _no_slots(rows: int, width: int) -> _Slots:
   )
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(policy, params, cache, tokens_GT, start_G, count_G, row_G):
-  """Appends a chunk to each of some rows; returns a scalar to wait for too."""
-  hidden_GTD, cache = policy.extend(
-    params, cache, tokens_GT, start_G, count_G, row_G
-  )
-  return cache, hidden_GTD[0, 0, 0]
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _prefill(policy, mesh, params, cache, tokens_GT, start_G, count_G, row_G):
+  """Appends a chunk to each of some rows; returns an array to wait for too.
+
+  On a mesh `row_G` counts within the group of slots that row G belongs to.
+  """
+
+  def prefill(params, cache, *chunks):
+    hidden_GTD, cache = policy.extend(params, cache, *chunks)
+    return cache, hidden_GTD[:, 0, 0]
+
+  return sharding.map_slots(
+    mesh, prefill, ('whole', 'cache', *4 * ['rows']), ('cache', 'rows'), cache
+  )(params, cache, tokens_GT, start_G, count_G, row_G)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def _decode(
+def _decode(policy, mesh, params, cache, slots, orders_B6, *whole):
+  """`_steps` on each group of devices, over its own slots."""
+  return sharding.map_slots(
+    mesh,
+    functools.partial(_steps, policy, mesh),
+    ('whole', 'cache', 'rows', 'rows', *len(whole) * ['whole']),
+    ('cache', 'rows', 'rows'),
+    cache,
+  )(params, cache, slots, orders_B6, *whole)
+
+
+def _steps(
   policy, mesh, params, cache, slots, orders_B6, stop_V, settings, max_steps
 ):
   """Follows the orders, then steps until a slot finishes.
@@ -182,13 +200,11 @@ def _decode(
   rows_B = jnp.arange(slots.token_B.shape[0])
   armed_before_B = slots.armed_B
 
-  def going(carry):
-    step, _, slots = carry
-    none_finished = jnp.all(slots.armed_B == armed_before_B)
-    return (step < max_steps) & none_finished & jnp.any(slots.armed_B)
+  def any_slot(flag_B):
+    return sharding.any_slot(mesh, jnp.any(flag_B))
 
   def advance(carry):
-    step, cache, slots = carry
+    step, _, cache, slots = carry
     armed_B = slots.armed_B
     count_B = armed_B.astype(jnp.int32)
     hidden_B1D, cache = policy.extend(
@@ -212,18 +228,15 @@ def _decode(
       ids_BM=slots.ids_BM.at[rows_B, slots.made_B].set(id_B, mode='drop'),
       logps_BM=slots.logps_BM.at[rows_B, slots.made_B].set(logp_B, mode='drop'),
     )
-    return step + 1, cache, slots
+    done = any_slot(slots.armed_B != armed_before_B)
+    return step + 1, done, cache, slots
 
-  _, cache, slots = jax.lax.while_loop(
-    going, advance, (jnp.int32(0), cache, slots)
+  _, _, cache, slots = jax.lax.while_loop(
+    lambda carry: (carry[0] < max_steps) & ~carry[1],
+    advance,
+    (jnp.int32(0), ~any_slot(slots.armed_B), cache, slots),
   )
   report_B2 = jnp.stack([slots.armed_B.astype(jnp.int32), slots.made_B], -1)
-  if mesh is not None:
-    # The same placement as at the start, or the next call compiles anew.
-    everywhere = sharding.replicated(mesh)
-    slots, report_B2 = jax.lax.with_sharding_constraint(
-      (slots, report_B2), everywhere
-    )
   return cache, slots, report_B2
 
 
@@ -319,6 +332,12 @@ class Sampler:
           f'{policy.num_tokens - 1}; pass stop ids of this tokenizer.'
         )
       self._stop_V[stop_id] = True
+    self._groups = 1 if mesh is None else sharding.slot_groups(mesh)
+    if slots % self._groups:
+      raise ValueError(
+        f'slots={slots} must divide over the {self._groups} groups of devices '
+        f'(data x fsdp); try {-(-slots // self._groups) * self._groups}.'
+      )
     self._policy = policy
     self._mesh = mesh
     self._cache_len = cache_len
@@ -344,7 +363,7 @@ class Sampler:
       cache, state = jax.eval_shape(empty)
       shardings = (
         sharding.cache_shardings(mesh, cache),
-        jax.tree.map(lambda _: sharding.replicated(mesh), state),
+        jax.tree.map(lambda _: sharding.batch_sharding(mesh), state),
       )
       empty = jax.jit(empty, out_shardings=shardings)
     self._cache, self._slots = empty()
@@ -484,16 +503,11 @@ class Sampler:
     """Prefills within the budget, or until a first slot is ready."""
     start = time.perf_counter()
     budget, last = PREFILL_BUDGET, None
+    self._arm_ready()
     while self._pending and (budget > 0 or not self._sampling):
-      ready = [s for s, r in self._pending.items() if not r.chunks]
-      for slot in ready:
-        self._arm(slot, self._pending.pop(slot))
-      if not self._pending:
-        break
       size, last = self._prefill_group()
       budget -= size
-    for slot in [s for s, r in self._pending.items() if not r.chunks]:
-      self._arm(slot, self._pending.pop(slot))
+      self._arm_ready()
     if last is not None:
       last.block_until_ready()  # So that the counters tell the truth.
       self.counters.prefill_s += time.perf_counter() - start
@@ -506,23 +520,26 @@ class Sampler:
     first = next(iter(self._pending.values()))
     size = first.chunks[0][0]
     rows = 1 if self._policy.config.on_cpu else _GROUP_TOKENS // size
-    group = [
-      (slot, request)
-      for slot, request in self._pending.items()
-      if request.chunks[0][0] == size
-    ][:rows]
-    tokens_GT = np.zeros((rows, size), np.int32)
-    start_G, count_G, row_G = np.zeros((3, rows), np.int32)
-    for i, (slot, request) in enumerate(group):
+    per_group = len(self._held) // self._groups
+    tokens_GT = np.zeros((self._groups * rows, size), np.int32)
+    start_G, count_G, row_G = np.zeros((3, self._groups * rows), np.int32)
+    used = [0] * self._groups
+    for slot, request in self._pending.items():
+      group, row = divmod(slot, per_group)
+      if request.chunks[0][0] != size or used[group] == rows:
+        continue
+      i = group * rows + used[group]
+      used[group] += 1
       _, count = request.chunks.popleft()
       end = request.filled + count
       tokens_GT[i, :count] = request.context[request.filled : end]
-      start_G[i], count_G[i], row_G[i] = request.filled, count, slot
+      start_G[i], count_G[i], row_G[i] = request.filled, count, row
       self._held[slot] = request.context[:end]
       request.filled = end
       self.counters.prefilled_tokens += count
     self._cache, last = _prefill(
       self._policy,
+      self._mesh,
       self._params,
       self._cache,
       tokens_GT,
@@ -532,17 +549,20 @@ class Sampler:
     )
     return size, last
 
-  def _arm(self, slot: int, request: _Request):
-    self._sampling[slot] = request
-    request.prefill_s = time.perf_counter() - request.since
-    self._made_B[slot] = 0
-    self._orders_B6[slot, :4] = (
-      _ARM,
-      request.context[-1],
-      len(request.context) - 1,
-      request.budget,
-    )
-    self._orders_B6[slot, 4:] = request.key.view(np.int32)
+  def _arm_ready(self):
+    """Orders steps for the slots whose context is in the cache."""
+    for slot in [s for s, r in self._pending.items() if not r.chunks]:
+      request = self._pending.pop(slot)
+      self._sampling[slot] = request
+      request.prefill_s = time.perf_counter() - request.since
+      self._made_B[slot] = 0
+      self._orders_B6[slot, :4] = (
+        _ARM,
+        request.context[-1],
+        len(request.context) - 1,
+        request.budget,
+      )
+      self._orders_B6[slot, 4:] = request.key.view(np.int32)
 
   def _step(self, max_steps: int) -> list[Response]:
     start = time.perf_counter()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -91,14 +91,70 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
+def slot_groups(mesh: Mesh) -> int:
+  """Groups of devices that sample in slots of their own."""
+  return mesh.shape['data'] * mesh.shape['fsdp']
+
+
 def cache_shardings(mesh: Mesh, cache: Any) -> Any:
-  """Splits K, the third dimension from the end, over `tensor` if it divides."""
+  """Splits the slots over their groups, and K over `tensor` if it divides.
+
+  They are the fourth and the third dimension from the end.
+  """
 
   def place(leaf):
-    rule = (None,) * (leaf.ndim - 3) + ('tensor',)
-    return NamedSharding(mesh, _divisible(mesh, rule, leaf.shape))
+    heads = _divisible(mesh, ('tensor',), leaf.shape[-3:])
+    rows = (None,) * (leaf.ndim - 4) + (('data', 'fsdp'),)
+    return NamedSharding(mesh, PartitionSpec(*rows, *heads))
 
   return jax.tree.map(place, cache)
+
+
+def map_slots(
+  mesh: Mesh | None,
+  function: Callable[..., Any],
+  inputs: Sequence[str],
+  outputs: Sequence[str],
+  cache: Any,
+) -> Callable[..., Any]:
+  """`function` on each group of devices, over its own slots.
+
+  What it computes for a slot must not depend on other slots, but through
+  `any_slot`. Left to itself the compiler would gather the cache where rows are
+  picked from it. Within a group `tensor` is the compiler's business as ever.
+
+  Args:
+    mesh: None or a mesh of one group returns `function` itself.
+    function: takes and returns arrays, or trees of them.
+    inputs: for each argument `whole`, `rows` (a leading dimension of slots),
+      or `cache`.
+    outputs: the same for each result.
+    cache: a cache, or its shapes.
+  """
+  if mesh is None or slot_groups(mesh) == 1:
+    return function
+  rows = ('data', 'fsdp')
+  stacked = (None,) * (jax.tree.leaves(cache)[0].ndim - 4)
+  specs = {
+    'whole': PartitionSpec(),
+    'rows': PartitionSpec(rows),
+    'cache': PartitionSpec(*stacked, rows),
+  }
+  return jax.shard_map(
+    function,
+    mesh=mesh,
+    in_specs=tuple(specs[kind] for kind in inputs),
+    out_specs=tuple(specs[kind] for kind in outputs),
+    axis_names=set(rows),
+    check_vma=False,
+  )
+
+
+def any_slot(mesh: Mesh | None, flag: jax.Array) -> jax.Array:
+  """Whether the scalar is true in any group; within `map_slots`."""
+  if mesh is None or slot_groups(mesh) == 1:
+    return flag
+  return jax.lax.pmax(flag.astype(jnp.int32), ('data', 'fsdp')) > 0
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:

@@ -83,6 +83,8 @@ def test_warnings_name_what_needs_attention():
     'loss/skipped_updates': 0.0,
     'loss/sampler_gap': 1e-5,
     'rollout/faults': 0,
+    'rollout/staleness': 0.0,
+    'rollout/deadline_episodes': 0.0,
   }
   assert metrics.warnings(calm) == []
   for key, value, word in (
@@ -91,6 +93,10 @@ def test_warnings_name_what_needs_attention():
     ('loss/skipped_updates', 1.0, 'nothing to learn'),
     ('loss/sampler_gap', 0.5, '0.500'),
     ('rollout/faults', 3, 'faults'),
+    ('rollout/deadline_episodes', 0.25, '25% of the episodes'),
   ):
     (said,) = metrics.warnings(calm | {key: value})
     assert word in said
+  # Episodes of an older policy differ by rights.
+  stale = {'rollout/staleness': 1.0, 'loss/sampler_gap': 0.5}
+  assert metrics.warnings(calm | stale) == []

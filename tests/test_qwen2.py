@@ -185,7 +185,7 @@ def test_rows_of_count_zero_leave_the_cache_alone():
     np.zeros((3, 1), np.int32),
     np.asarray([4, 127, 128]),
     np.asarray([1, 0, 0]),
-    0,
+    None,
   )
   for (k_old, v_old), (k_new, v_new) in (
     jax.device_get((old[0], new[0]))

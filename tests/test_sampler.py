@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from planpo_jax import compilations, sampling
 from planpo_jax import sampler as sampler_lib
-from planpo_jax import sampling
 from planpo_jax.models import qwen2
 
 CONFIG = qwen2.Qwen2Config(
@@ -303,8 +303,8 @@ def test_new_params_and_temperatures_act_without_compiling():
   first = _respond(sampler, 0, context, KEY)
   for length in (10, 20, 40, 80):
     _respond(sampler, 1, _context(0, length), KEY)
-  compiled = sampler.compilations
-  sampler.set_params(jax.tree.map(lambda x: x * 1.1, _policy()[1]))
+  compiled = compilations.watch().programs
+  sampler.set_params(jax.tree.map(lambda x: x * np.float32(1.1), _policy()[1]))
   before = sampler.counters.prefilled_tokens
   second = _respond(sampler, 0, context, KEY)
   # What was cached under the old params is gone.
@@ -313,7 +313,7 @@ def test_new_params_and_temperatures_act_without_compiling():
   sampler.settings = sampling.Settings(0.5)
   for length in (7, 19, 55, 90, 290):
     _respond(sampler, 2, _context(1, length), KEY, cap=3)
-  assert sampler.compilations == compiled
+  assert compilations.watch().programs == compiled
 
 
 @pytest.mark.parametrize('count', [1, 16, 17, 30, 100, 130, 256, 300, 1000])

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from planpo_jax import batch, losses, sampler, sharding, update
+from planpo_jax import (
+  batch, compilations, losses, sampler, sampling, sharding, update)
 from planpo_jax.models import qwen2
 
 jax.config.update('jax_default_matmul_precision', 'highest')
@@ -99,15 +100,20 @@ KEY = jax.random.key(2)
 
 def respond(params, mesh):
   one = sampler.Sampler(
-    policy, params, slots=2, cache_len=40, max_new_tokens=8, temperature=1.0,
-    stop_ids=[], mesh=mesh)
+    policy, params, slots=16, cache_len=40, max_new_tokens=8,
+    settings=sampling.Settings(), stop_ids=[], mesh=mesh)
   one.submit(1, rows.tokens_BT[0, :9], KEY)
   first = one.decode()[0]
-  compiled = one.compilations
-  one.submit(0, rows.tokens_BT[0, :9], KEY)
-  second = one.decode()[0]
-  assert one.compilations == compiled
+  compiled = compilations.watch().programs
+  # Slots of several groups of devices; one ends before the others.
+  one.submit(15, rows.tokens_BT[0, :9], KEY)
+  one.submit(6, rows.tokens_BT[0, :9], KEY, 3)
+  short, = one.decode()
+  second, = one.decode()
+  assert compilations.watch().programs == compiled
+  assert (short.slot, second.slot) == (6, 15)
   assert first.ids.tolist() == second.ids.tolist()
+  assert first.ids[:3].tolist() == short.ids.tolist()
   return first
 
 

@@ -2,7 +2,7 @@
 
   python benchmarks/rollout.py [--parts=speed,occupancy,overhead]
     [--shape=nano|qwen2.5-0.5b|both] [--conversations=16] [--turns=10]
-    [--slots=16] [--repeats=3] [--latency-ms=1,20] [--episodes=64]
+    [--slots=16] [--repeats=3] [--latency-ms=1,20] [--episodes=48]
 
 All in float32 on all cores, with the same random weights, conversations and
 latencies on every side. A turn is a prompt of 100 tokens, chat pieces included,
@@ -23,8 +23,8 @@ requirements-dev.txt (torch). Parts:
   and with as many; the longest episodes first, and in any order.
 - overhead: nano, the conversations of `speed`, answers after 0 to 5 ms.
 
-The defaults take about five minutes on 2 cores; 64 conversations and 128
-episodes tell more. At 0.5B the defaults are 8 conversations, 8 slots and one
+The defaults are sized for five minutes on 2 quiet cores; 64 conversations, 128
+episodes tell more. At 0.5B they are 8 conversations, 8 slots and one
 repetition, which takes minutes, most of them in re-reading.
 """
 
@@ -59,10 +59,9 @@ NEW = 40  # Tokens of a response.
 SEED = (0,)
 TOK = tokenizer.load('nano')
 IDS = {'nano': TOK.num_tokens, model.SIZE: model.IDS}
-# Conversations, slots and repetitions unless flags tell.
+SIZES = ('conversations', 'slots', 'repeats')
 DEFAULTS = {'nano': (16, 16, 3), model.SIZE: (8, 8, 1)}
 PARTS = ('speed', 'occupancy', 'overhead')
-WORDS = 'the door leads to a hall with two red chairs and an open box'.split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +125,9 @@ class Client:
     latency_ms = rng.uniform(*work.latency_ms, (work.conversations, high))
     self.latency_s = latency_ms / 1e3
     talk = work.format.begin('')
-    self.first = _text(talk, work.prompt, rng)
+    self.first = _text(talk, work.prompt)
     talk.respond((), (0,) * NEW, '', '')
-    self.later = _text(talk, work.prompt, rng)
+    self.later = _text(talk, work.prompt)
 
   def session(self, task, *, step_limit):
     return Session(self, task.index)
@@ -157,18 +156,13 @@ class Session:
     pass
 
 
-def _text(talk: chat.Chat, length: int, rng) -> str:
-  """Random words that make the next prompt of `talk` so many tokens long."""
-
-  def over(text):
-    return len(talk.prompt(text)[1]) - length
-
+def _text(talk: chat.Chat, length: int) -> str:
+  """Makes the next prompt of `talk` so many tokens long."""
   text = 'You see'
-  while over(text) < 0:
-    longer = f'{text} {rng.choice(WORDS)}'
-    text = longer if over(longer) <= 0 else f'{text} a'
-  if over(text):
-    raise ValueError(f'no text makes a prompt of {length} tokens; take more.')
+  while (found := len(talk.prompt(text)[1])) < length:
+    text += ' a'
+  if found > length:
+    raise ValueError(f'no prompt has {length} tokens: the least is {found}.')
   return text
 
 
@@ -371,36 +365,31 @@ def speed(ours, theirs, work, repeats):
   )
 
 
+def show(label, stats):
+  print(
+    f'{label}  occupancy {stats.occupancy:.1%} (decode '
+    f'{stats.decode_share:.1%}, prefill {stats.prefill_share:.1%}, environment '
+    f'{stats.env_wait_share:.1%})  batch fill {stats.batch_fill:.1%}  '
+    f'wall {stats.wall_s:.1f} s  tail {stats.tail_s:.1f} s  '
+    f'{stats.tokens_per_s:.0f} tokens/s  overhead {stats.overhead_share:.2%}',
+    flush=True,
+  )
+
+
 def occupancy(ours, work):
   ours.ask('warm_up', work)
-  for more in (4, 0):
+  for sessions in (work.slots + 4, work.slots):
     for longest_first in (True, False):
-      played = ours.ask('collect', work, work.slots + more, longest_first)
-      stats = played.stats
-      order = 'longest first' if longest_first else 'any order'
-      print(
-        f'{work.slots + more} sessions, {order:13s}  '
-        f'occupancy {stats.occupancy:.1%} '
-        f'(decode {stats.decode_share:.1%}, prefill {stats.prefill_share:.1%}, '
-        f'environment {stats.env_wait_share:.1%})  '
-        f'batch fill {stats.batch_fill:.1%}  wall {stats.wall_s:.1f} s  '
-        f'tail {stats.tail_s:.1f} s  {stats.tokens_per_s:.0f} tokens/s  '
-        f'overhead {stats.overhead_share:.1%}',
-        flush=True,
-      )
+      order = 'longest first' if longest_first else 'any order    '
+      played = ours.ask('collect', work, sessions, longest_first)
+      show(f'{sessions} sessions, {order}', played.stats)
 
 
 def overhead(ours, work, repeats):
   ours.ask('warm_up', work)
   found = [ours.ask('collect', work).stats for _ in range(repeats)]
-  shares = sorted(stats.overhead_share for stats in found)
-  print(
-    f'overhead outside of compiled calls and environments '
-    f'{statistics.median(shares):.2%} of '
-    f'{statistics.median(stats.wall_s for stats in found):.2f} s   '
-    f'[{shares[0]:.2%} to {shares[-1]:.2%}]',
-    flush=True,
-  )
+  found.sort(key=lambda stats: stats.overhead_share)
+  show('median of overhead', found[len(found) // 2])
 
 
 def save(folder, shape):
@@ -422,11 +411,11 @@ def main() -> None:
   )
   parser.add_argument('--parts', default=','.join(PARTS))
   parser.add_argument('--shape', default='nano', choices=[*DEFAULTS, 'both'])
-  for flag in ('conversations', 'slots', 'repeats'):
+  for flag in SIZES:
     parser.add_argument(f'--{flag}', type=int)
   parser.add_argument('--turns', type=int, default=10)
   parser.add_argument('--latency-ms', type=pair, default=(1, 20))
-  parser.add_argument('--episodes', type=int, default=64)
+  parser.add_argument('--episodes', type=int, default=48)
   args = parser.parse_args()
   parts = args.parts.split(',')
   for part in parts:
@@ -442,16 +431,11 @@ def main() -> None:
 
 def measure(shape, parts, args):
   conversations, slots, repeats = (
-    default if given is None else given
-    for given, default in zip(
-      (args.conversations, args.slots, args.repeats),
-      DEFAULTS[shape],
-      strict=True,
-    )
+    getattr(args, flag) or default
+    for flag, default in zip(SIZES, DEFAULTS[shape], strict=True)
   )
-  talks = Work(
-    conversations, (args.turns, args.turns), 100, slots, args.latency_ms
-  )
+  turns = (args.turns, args.turns)
+  talks = Work(conversations, turns, 100, slots, args.latency_ms)
   with tempfile.TemporaryDirectory() as folder:
     path = save(folder, shape)
     sides = [model.Side(Ours, path, 'float32')]

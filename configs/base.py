@@ -169,7 +169,7 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.model.remat = False
   config.mesh.fsdp = -1
   config.mesh.tensor = 1
-  config.sampler.slots = 4
+  config.sampler.slots = None
   config.train.steps = 3
   config.train.tasks_per_step = 2
   config.train.group_size = 4

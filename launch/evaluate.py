@@ -44,6 +44,8 @@ def _config(workdir) -> ml_collections.ConfigDict:
   config.mesh.update({'data': 1, 'fsdp': -1, 'tensor': 1})
   # Rows of an update, of which an evaluation has none.
   config.learner.micro_rows = jax.device_count()
+  if (config.sampler.slots or 0) % jax.device_count():
+    config.sampler.slots = None  # Of a mesh that divided otherwise.
   return config
 
 
@@ -83,7 +85,10 @@ def main() -> int:
       )
   network = build.network(config, stacked)
   mesh = build.mesh(config, network)
-  slots = capacity.slots(config, network.policy, mesh, training=False)
+  config = config.copy_and_resolve_references()
+  config.sampler.slots = capacity.slots(
+    config, network.policy, mesh, training=False
+  )
   if workdir is None:
     model, name = build.model(config, network, mesh), 'initial'
   else:
@@ -95,7 +100,7 @@ def main() -> int:
     name = f'step {step}'
 
   with build.Environment(config) as env:
-    player = build.Player(config, model, mesh, env, terminal, slots=slots)
+    player = build.Player(config, model, mesh, env, terminal)
     played = player.play(
       f'evaluation on {split}',
       evaluate.jobs(env.tasks(split), count),

@@ -97,8 +97,10 @@ def main() -> int:
     mesh = build.mesh(config, network)
     stack.enter_context(jax.set_mesh(mesh))
     model = build.model(config, network, mesh)
-    slots = capacity.slots(config, network.policy, mesh, training=False)
-    player = build.Player(config, model, mesh, env, terminal, slots=slots)
+    config.sampler.slots = capacity.slots(
+      config, network.policy, mesh, training=False
+    )
+    player = build.Player(config, model, mesh, env, terminal)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]
     if not fitting:

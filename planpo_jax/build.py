@@ -268,20 +268,25 @@ class Player:
     env: Environment,
     terminal: metrics.Terminal,
     should_stop: Callable[[], bool] = lambda: False,
-    *,
-    slots: int,
   ):
-    """Allocates the cache of `slots` slots, see `capacity.slots`."""
+    """Allocates the cache; `sampler.slots` is set, see `capacity.slots`."""
     self._env = env
     self._terminal = terminal
     self._should_stop = should_stop
     self._deadline_s = config.rollout.deadline_s
     self._lengths = rollout.Lengths()
+    workers = env.description.workers
+    if workers < config.sampler.slots:
+      terminal.say(
+        f'warning: sampler.slots={config.sampler.slots}, but the service has '
+        f'{workers} workers, so the other slots stay empty; try --config.'
+        f'env.workers={config.sampler.slots}'
+      )
     self.format = chat_format(config, made.tokenizer, env.description)
     self._sampler = sampler.Sampler(
       made.policy,
       made.params,
-      slots=slots,
+      slots=config.sampler.slots,
       cache_len=config.chat.max_context,
       max_new_tokens=config.chat.max_response,
       settings=config_lib.settings(config.sampler),

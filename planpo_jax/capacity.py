@@ -45,49 +45,51 @@ def slots(
   Raises:
     config_lib.ConfigError: the cache does not fit on a device.
   """
+  groups = sharding.slot_groups(mesh)
   limit = device_bytes(jax.local_devices()[0])
   fixed = fixed_bytes(config, policy, mesh, training)
-  room = int(_USABLE * limit) - fixed
-
-  def needed(count: int) -> int:
-    return slot_bytes(config, policy, mesh, count)
-
-  # Both grow by the same for each slot.
-  fit = max(0, room // needed(1))
-  if config.sampler.slots is not None:
-    if config.sampler.slots > fit:
-      raise config_lib.ConfigError(
-        _message(config, config.sampler.slots, needed, room, limit, fixed)
-        + (f'; try --config.sampler.slots={_round(fit)}.' if fit else '.')
-      )
-    return config.sampler.slots
-  if not fit:
+  room = max(0, int(_USABLE * limit) - fixed)
+  each = slot_bytes(config, policy, mesh, groups)  # One slot a group.
+  fit = groups * (room // each)
+  chosen = config.sampler.slots
+  if chosen is not None and chosen % groups:
     raise config_lib.ConfigError(
-      _message(config, 1, needed, room, limit, fixed)
-      + '; lower chat.max_context, or split the model over more devices '
-      '(mesh.tensor, mesh.fsdp).'
+      f'sampler.slots={chosen} must divide over data x fsdp = {groups} groups '
+      f'of devices; try --config.sampler.slots={-(-chosen // groups) * groups}.'
     )
+  needed = chosen or groups
+  if needed > fit:
+    raise config_lib.ConfigError(
+      f'the cache of sampler.slots={needed} x '
+      f'chat.max_context={config.chat.max_context} tokens takes '
+      f'{needed // groups * each / _GIB:.2f} GiB a device, but of '
+      f'{limit / _GIB:.2f} GiB only {room / _GIB:.2f} are left for it (weights '
+      f'and optimizer take {fixed / _GIB:.2f}, {1 - _USABLE:.0%} are kept for '
+      'activations); '
+      + (
+        f'try --config.sampler.slots={_round(fit, groups)}.'
+        if fit
+        else 'lower chat.max_context, or split the model over more devices '
+        '(mesh.tensor, mesh.fsdp).'
+      )
+    )
+  if chosen is not None:
+    return chosen
   wanted = config.eval.episodes
   if training:
     episodes = config.train.tasks_per_step * config.train.group_size
     wanted = max(wanted, episodes)
   if not config.env.address:
     wanted = min(wanted, config.env.workers)
-  return _round(min(wanted, fit))
+  return _round(min(wanted, fit), groups)
 
 
-def _round(count: int) -> int:
-  return count if count < _MULTIPLE else count - count % _MULTIPLE
-
-
-def _message(config, count, needed, room, limit, fixed) -> str:
-  return (
-    f'the cache of sampler.slots={count} x '
-    f'chat.max_context={config.chat.max_context} tokens takes '
-    f'{needed(count) / _GIB:.2f} GiB a device, but of {limit / _GIB:.2f} GiB '
-    f'only {max(room, 0) / _GIB:.2f} are left for it (weights and optimizer '
-    f'take {fixed / _GIB:.2f}, {1 - _USABLE:.0%} are kept for activations)'
-  )
+def _round(count: int, groups: int) -> int:
+  """Down to a multiple of the groups, and of `_MULTIPLE` once it is reached."""
+  multiple = groups
+  if count >= math.lcm(groups, _MULTIPLE):
+    multiple = math.lcm(groups, _MULTIPLE)
+  return max(groups, count - count % multiple)
 
 
 def slot_bytes(
@@ -96,13 +98,17 @@ def slot_bytes(
   mesh: jax.sharding.Mesh,
   count: int,
 ) -> int:
-  """Bytes a device of the cache and the logits of `count` slots."""
+  """Bytes a device of the cache and the logits of `count` slots.
+
+  `count` must divide over the groups of devices.
+  """
   cache = jax.eval_shape(
     lambda: policy.init_cache(count, config.chat.max_context)
   )
   held = _bytes(cache, sharding.cache_shardings(mesh, cache))
   logits = jax.ShapeDtypeStruct((policy.config.embedding_rows,), jnp.float32)
-  return held + count * _LOGITS * logits.size * logits.dtype.itemsize
+  per_device = count // sharding.slot_groups(mesh)
+  return held + per_device * _LOGITS * logits.size * logits.dtype.itemsize
 
 
 def fixed_bytes(
@@ -134,8 +140,11 @@ def _bytes(shapes: Any, shardings: Any) -> int:
 
 
 def device_bytes(device: jax.Device) -> int:
-  """Memory of a device; of a CPU, its share of what the host has free."""
+  """Memory of a device; of a CPU, its share of that of the host.
+
+  Not of what is free now: a run should come out the same tomorrow.
+  """
   stats = device.memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit']
-  return psutil.virtual_memory().available // jax.local_device_count()
+  return psutil.virtual_memory().total // jax.local_device_count()

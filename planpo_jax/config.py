@@ -28,6 +28,7 @@ _FREE = (
   'mesh.data',
   'mesh.fsdp',
   'mesh.tensor',
+  'sampler.slots',
   'learner.micro_rows',
   'checkpoint.every',
   'checkpoint.keep',
@@ -77,11 +78,6 @@ def check(
     raise ConfigError(
       f'sampler.slots={slots} must be at least 1; leave it unset to have it '
       'chosen.'
-    )
-  if not config.env.address and (slots or 0) > config.env.workers:
-    raise ConfigError(
-      f'sampler.slots={slots}, but env.workers={config.env.workers} '
-      f'environments can play at a time; try env.workers={slots}.'
     )
   if config.env.address and not re.fullmatch(r'.+:\d+', config.env.address):
     raise ConfigError(
@@ -154,10 +150,10 @@ def _check_lengths(config: ml_collections.ConfigDict) -> None:
 def settings(section: ml_collections.ConfigDict) -> sampling.Settings:
   """How to sample, from `config.sampler` or `config.eval`."""
   return sampling.Settings(
-    temperature=section.temperature,
-    top_p=section.top_p,
-    top_k=section.top_k,
-    min_p=section.min_p,
+    temperature=float(section.temperature),
+    top_p=float(section.top_p),
+    top_k=int(section.top_k),
+    min_p=float(section.min_p),
   )
 
 
@@ -273,6 +269,21 @@ def _has_results(workdir: pathlib.Path) -> bool:
   return (workdir / 'eval_before.json').exists() or (
     checkpoints.exists() and any(checkpoints.iterdir())
   )
+
+
+def with_slots_of(
+  workdir: pathlib.Path, config: ml_collections.ConfigDict
+) -> ml_collections.ConfigDict:
+  """A copy with the `sampler.slots` of the run in `workdir` if it is unset.
+
+  How many rows are decoded together shows in the last bit, so a run that goes
+  on keeps its number whatever workers and memory there are now.
+  """
+  config = config.copy_and_resolve_references()
+  path = workdir / 'config.json'
+  if config.sampler.slots is None and path.exists():
+    config.sampler.slots = read(path).get('sampler', {}).get('slots')
+  return config
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:

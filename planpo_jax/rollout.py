@@ -156,9 +156,9 @@ async def collect(
     jobs: what to play; the result keeps this order.
     seed: integers that name this collection, e.g. (seed, step).
     max_turns: turns after which an episode is truncated.
-    sessions: environments to use at a time. Those beyond the free slots are
-      reset ahead, so that a slot is never given to an episode that has yet to
-      begin. At least the free slots; 0 for as many.
+    sessions: environments to use at a time; 0 for as many as slots. More of
+      them are reset ahead, so that a slot that becomes free finds an episode
+      that has begun; with fewer, some slots stay empty.
     deadline_s: seconds after which an episode that holds a slot is cut off
       with the turns that it has; 0 for none.
     expected: length of an episode of a task in any unit; longer ones start
@@ -174,12 +174,12 @@ async def collect(
     StoppedError: `should_stop` became true.
     chat.PromptTooLongError: a task does not fit the context at all.
   """
-  ledger = _Ledger(policy_sampler, len(jobs))
   slots: asyncio.Queue[int] = asyncio.Queue()
   for slot in policy_sampler.free[: len(jobs)]:
     slots.put_nowait(slot)
+  ledger = _Ledger(policy_sampler, slots.qsize(), len(jobs))
   decoder = _Decoder(policy_sampler, ledger)
-  permits = asyncio.Semaphore(max(sessions, slots.qsize()))
+  permits = asyncio.Semaphore(sessions or max(1, slots.qsize()))
   counts = [0, 0]
 
   def count_turn() -> None:
@@ -452,10 +452,10 @@ class _Ledger:
     idle_s: seconds in which every episode waited for its environment.
   """
 
-  def __init__(self, policy_sampler: sampler.Sampler, jobs: int):
+  def __init__(self, policy_sampler: sampler.Sampler, slots: int, jobs: int):
     self._sampler = policy_sampler
     self._before = dataclasses.replace(policy_sampler.counters)
-    self._slots = min(len(policy_sampler.free), jobs)
+    self._slots = slots
     self._jobs = jobs
     self._start = time.perf_counter()
     self._ended: list[float] = []

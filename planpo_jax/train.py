@@ -40,13 +40,12 @@ from planpo_jax.models import qwen2
 class _Plan:
   """What a configuration asks for, found to be possible.
 
-  `replay` is set, and `slots` 0, for a run that plays nothing.
+  `config.sampler.slots` is set; `replay` for a run that plays nothing.
   """
 
   config: ml_collections.ConfigDict
   network: build.Network
   mesh: jax.sharding.Mesh
-  slots: int
   estimate: Callable[..., jax.Array]
   loss: update.LossFn
   replay: experience.Replay | None
@@ -74,6 +73,7 @@ def train(
       there.
   """
   plan = _plan(config, workdir)
+  config = plan.config
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(checkpoint.StopSignal())
     env = None
@@ -95,11 +95,12 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
   estimate = advantages.get(method, **config.advantage[method])
   loss = losses.get(config.loss.name, **config.loss[config.loss.name])
   config_lib.check_workdir(workdir, config)
+  config = config_lib.with_slots_of(workdir, config)
   network = build.network(
     config, checkpoint.stacked_layers(workdir / 'checkpoints')
   )
   mesh = build.mesh(config, network)
-  replay, slots = None, 0
+  replay = None
   if config.rollout.replay:
     replay = experience.Replay(
       pathlib.Path(config.rollout.replay),
@@ -108,8 +109,8 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
       num_tokens=network.policy.num_tokens,
     )
   else:
-    slots = capacity.slots(config, network.policy, mesh)
-  return _Plan(config, network, mesh, slots, estimate, loss, replay)
+    config.sampler.slots = capacity.slots(config, network.policy, mesh)
+  return _Plan(config, network, mesh, estimate, loss, replay)
 
 
 def _train(
@@ -137,7 +138,6 @@ def _train(
       env,
       terminal,
       lambda: stop.requested() or leaving.is_set(),
-      slots=plan.slots,
     )
   optim = optimizer.make(**config.optimizer)
   logps = functools.partial(

@@ -126,7 +126,13 @@ def test_parts_add_up_to_the_whole(aggregation):
   mask = rng.random(12) < 0.7
   lengths = [2, 2, 3, 3, 3, 1, 4, 4, 4, 4, 2, 2]
   ref = rng.normal(0, 0.3, 12)
-  chosen = {'aggregation': aggregation, 'kl_coef': 0.1, 'entropy_coef': 0.01}
+  sampler = rng.normal(0, 0.3, 12)
+  chosen = {
+    'aggregation': aggregation,
+    'kl_coef': 0.1,
+    'entropy_coef': 0.01,
+    'sampler_cap': 1.2,
+  }
 
   def part(span, **more):
     batch = make_batch(
@@ -134,6 +140,7 @@ def test_parts_add_up_to_the_whole(aggregation):
       mask[span],
       lengths[span],
       ref_logp_BT=ref[span],
+      sampler_logp_BT=sampler[span],
     )
     return run(ratio[span], batch, **chosen, **more)
 
@@ -200,6 +207,151 @@ def test_approx_kl_and_sampler_gap():
   _, metrics = run([2.0, 2.0, 1.0], batch)
   assert metrics.approx_kl == pytest.approx(1 - np.log(2), rel=1e-5)
   assert metrics.sampler_gap == pytest.approx(0.5)
+
+
+# Drift exp(old_logp - sampler_logp) with old_logp 0, so sampler_logp = -ln of
+# it; capped at 2 the weights are .5, 1, 2, 2.
+DRIFT = np.array([0.5, 1.0, 3.0, 3.0])
+DRIFT_ADV = [2.0, -1.0, 1.0, -2.0]
+DRIFT_RATIO = [1.5, 1.0, 1.1, 0.5]
+
+
+def test_sampler_cap_weighs_the_policy_loss():
+  """l = 1.2 x 2, -1, 1.1 and -2 x .8, of which the ends are clipped.
+
+  With the weights: -(.5 x 2.4) + 1 - 2 x 1.1 + 2 x 1.6 = .8, over 4 tokens .2.
+  Without: -2.4 + 1 - 1.1 + 1.6 = -.9, over 4 tokens -.225.
+  """
+  batch = make_batch(DRIFT_ADV, sampler_logp_BT=-np.log(DRIFT))
+  value, metrics = run(DRIFT_RATIO, batch, sampler_cap=2.0)
+  assert value == pytest.approx(0.2, rel=1e-5)
+  assert metrics.policy_loss == pytest.approx(0.2, rel=1e-5)
+  assert metrics.sampler_capped == 0.5
+  # What is clipped follows from the ratio alone.
+  assert metrics.clip_frac == 0.5
+  value, metrics = run(DRIFT_RATIO, batch, sampler_cap=None)
+  assert value == pytest.approx(-0.225, rel=1e-5)
+  assert metrics.sampler_capped == 0 and metrics.clip_frac == 0.5
+
+
+def test_sampler_cap_bounds_from_above_only():
+  """1, the least cap, leaves .5 as it is: -(.5 x 2.4) + 1 - 1.1 + 1.6 = .3."""
+  batch = make_batch(DRIFT_ADV, sampler_logp_BT=-np.log(DRIFT))
+  value, metrics = run(DRIFT_RATIO, batch, sampler_cap=1.0)
+  assert value == pytest.approx(0.3 / 4, rel=1e-5)
+  # A weight at the cap is not above it.
+  assert metrics.sampler_capped == 0.5
+  # Nothing reaches 4: -1.2 + 1 - 3.3 + 4.8.
+  value, metrics = run(DRIFT_RATIO, batch, sampler_cap=4.0)
+  assert value == pytest.approx(1.3 / 4, rel=1e-5)
+  assert metrics.sampler_capped == 0
+
+
+def test_sampler_cap_weighs_what_the_dual_clip_left():
+  """Ratio 50 at A = -1 is bounded to 3, which then weighs 2."""
+  batch = make_batch([-1.0], sampler_logp_BT=[-np.log(5.0)])
+  value, _ = run([50.0], batch, dual_clip=3.0, sampler_cap=2.0)
+  assert value == pytest.approx(6.0, rel=1e-5)
+
+
+def test_without_a_cap_sampler_logp_changes_nothing():
+  tame = make_batch(DRIFT_ADV)
+  drifted = make_batch(DRIFT_ADV, sampler_logp_BT=[-9.0, 5.0, 0.1, -2.0])
+  logp_BT = np.log(np.array([DRIFT_RATIO], np.float32))
+  entropy_BT = np.ones_like(logp_BT)
+  value, grad = value_and_grad(tame)(logp_BT, entropy_BT)
+  other_value, other_grad = value_and_grad(drifted)(logp_BT, entropy_BT)
+  assert value == other_value
+  np.testing.assert_array_equal(grad, other_grad)
+
+
+@pytest.mark.parametrize('cap', [None, 2.0])
+def test_sampler_kl(cap):
+  """k3 of d = ln drift: .5 - 1 + ln 2, 0, and twice 3 - 1 - ln 3; no cap."""
+  batch = make_batch(DRIFT_ADV, sampler_logp_BT=-np.log(DRIFT))
+  _, metrics = run(DRIFT_RATIO, batch, sampler_cap=cap)
+  wanted = (0.193147 + 0 + 2 * 0.901388) / 4
+  assert metrics.sampler_kl == pytest.approx(wanted, rel=1e-5)
+  assert metrics.sampler_gap == pytest.approx(np.log(3), rel=1e-5)
+
+
+def test_sampler_weight_is_a_constant_of_the_gradient():
+  """d loss / d logp = -w A ratio / 4 where not clipped, else 0.
+
+  -(1 x -1 x 1) and -(2 x 1 x 1.1) over 4. A weight that took part in the
+  gradient would double them.
+  """
+  batch = make_batch(DRIFT_ADV, sampler_logp_BT=-np.log(DRIFT))
+  logp_BT = np.log(np.array([DRIFT_RATIO], np.float32))
+  gradient = value_and_grad(batch, **PLAIN, sampler_cap=2.0)
+  _, grad = gradient(logp_BT, np.zeros_like(logp_BT))
+  np.testing.assert_allclose(grad, [[0, 1 / 4, -2.2 / 4, 0]], atol=1e-6)
+
+
+def test_sampler_cap_leaves_kl_and_entropy_as_they_are():
+  """As `test_kl_and_entropy_terms`, whatever the weight is."""
+  batch = make_batch(
+    [0.0, 0.0],
+    ref_logp_BT=[np.log(2.0)] * 2,
+    sampler_logp_BT=[-np.log(3.0), np.log(4.0)],
+  )
+  chosen = {'kl_coef': 0.1, 'entropy_coef': 0.01, 'sampler_cap': 2.0}
+  value, metrics = run([1.0, 1.0], batch, **chosen)
+  assert value == pytest.approx(0.1 * 0.306853 - 0.02, rel=1e-5)
+  assert metrics.kl_ref == pytest.approx(0.306853, rel=1e-5)
+  assert metrics.entropy == pytest.approx(2.0)
+  # d k3 / d logp = 1 - 2 = -1 a token, d(-entropy) = -1, over 2 tokens.
+  gradient = value_and_grad(batch, (0, 1), **chosen)
+  zeros_BT = np.zeros((1, 2), np.float32)
+  _, (grad, entropy_grad) = gradient(zeros_BT, zeros_BT)
+  np.testing.assert_allclose(grad, [[-0.05, -0.05]], rtol=1e-5)
+  np.testing.assert_allclose(entropy_grad, [[-0.005, -0.005]], rtol=1e-5)
+
+
+@pytest.mark.parametrize('aggregation', ['token_mean', 'turn_mean'])
+def test_sampler_weight_of_padding_changes_nothing(aggregation):
+  """Infinities and NaN beside the tokens of a row (ALG-13)."""
+  mask = [0, 1, 0, 1, 1, 0]
+  wild = np.array([np.inf, np.nan, -np.inf], np.float32)
+
+  def measure(padding):
+    def fill(values):
+      row = np.zeros(6, np.float32)
+      row[np.array(mask) == 0] = padding
+      row[np.array(mask) == 1] = values
+      return row
+
+    batch = make_batch(
+      fill([2.0, 1.0, -2.0]),
+      mask,
+      [1, 2, 1, 2, 1, 1],
+      sampler_logp_BT=fill([0.7, -1.1, -0.2]),
+      old_logp_BT=fill([0.0, 0.0, 0.1]),
+      ref_logp_BT=fill([0.2, 0.0, 0.0]),
+    )
+    batch = jax.tree.map(jnp.asarray, batch)  # numpy warns of inf - inf.
+    chosen = {'sampler_cap': 2.0, 'aggregation': aggregation}
+    logp_BT, entropy_BT = fill([0.1, 0.0, -0.1])[None], fill([1, 2, 3])[None]
+    value, grads = value_and_grad(batch, (0, 1), **chosen)(logp_BT, entropy_BT)
+    _, metrics = jitted(tuple(sorted(chosen.items())), None)(
+      logp_BT, batch, entropy_BT=entropy_BT
+    )
+    return jax.device_get((value, grads, metrics))
+
+  tame = measure(np.zeros(3, np.float32))
+  assert tame[2].sampler_capped > 0 and tame[0] != 0
+  for padding in (wild, wild[::-1], np.float32([1e30, -1e30, 99])):
+    jax.tree.map(np.testing.assert_array_equal, measure(padding), tame)
+
+
+@pytest.mark.parametrize('cap', [0.5, 0.0, -1.0])
+def test_sampler_cap_below_one_is_refused(cap):
+  with pytest.raises(
+    ValueError, match=rf'sampler_cap={cap} .*at least 1, or None.*try 2\.'
+  ):
+    losses.get('ppo_clip', sampler_cap=cap)
+  for works in (1.0, 2.0, None):
+    losses.get('ppo_clip', sampler_cap=works)
 
 
 def test_extreme_ratio_stays_finite():

@@ -15,6 +15,7 @@ from planpo_jax import (
   env_client,
   env_service,
   episodes,
+  metrics,
   rollout,
   sampler,
   sampling,
@@ -56,15 +57,18 @@ def make_sampler(slots=4, temperature=1.0):
 class ScriptedSession:
   """Ends by itself after as many turns as the task's index, plus one."""
 
-  def __init__(self, task, fault_at):
+  def __init__(self, task, fault_at, latency):
     self._task, self._fault_at, self._turn = task, fault_at, 0
+    self._latency = latency
     self.closed = False
 
   async def reset(self):
+    await asyncio.sleep(self._latency(self._task, 0))
     return episodes.Observation('start', goal=f'Goal {self._task.index}.')
 
   async def step(self, action):
     self._turn += 1
+    await asyncio.sleep(self._latency(self._task, self._turn))
     if self._turn == self._fault_at:
       raise env_client.EnvFault('the host is gone')
     over = self._turn > self._task.index
@@ -81,31 +85,45 @@ class ScriptedSession:
 
 
 class ScriptedClient:
-  """Serves scripted sessions; those of `faulty` tasks break at turn 1."""
+  """Serves scripted sessions; those of `faulty` tasks break at turn 1.
 
-  def __init__(self, faulty=()):
+  `latency(task, turn)` is the seconds that an answer takes, a reset's is that
+  of turn 0.
+  """
+
+  def __init__(self, faulty=(), latency=lambda task, turn: 0.0):
     self._faulty = faulty
+    self._latency = latency
     self.sessions = []
+    self.begun = []
+
+  @property
+  def playing(self):
+    return sum(not s.closed for s in self.sessions)
 
   def session(self, task, *, step_limit):
+    self.begun.append((task.index, self.playing))
     fault_at = 1 if task.index in self._faulty else None
-    self.sessions.append(ScriptedSession(task, fault_at))
+    self.sessions.append(ScriptedSession(task, fault_at, self._latency))
     return self.sessions[-1]
 
 
-def play(client, jobs, made=None, **kwargs):
-  collected = asyncio.run(
+def collect(client, jobs, made=None, fmt=FORMAT, **kwargs):
+  return asyncio.run(
     rollout.collect(
       client,
       made or make_sampler(),
-      FORMAT,
+      fmt,
       jobs,
       seed=(0, 0, 0),
       max_turns=6,
       **kwargs,
     )
   )
-  return collected.episodes
+
+
+def play(*args, **kwargs):
+  return collect(*args, **kwargs).episodes
 
 
 def test_episodes_come_in_the_order_of_the_jobs():
@@ -251,6 +269,195 @@ def test_stop_gives_up_and_leaves_the_sampler_usable():
     )
   assert len(made.free) == 4
   assert play(ScriptedClient(), [(TASKS[0], 0)], made)[0].success
+
+
+def test_latency_sessions_and_order_never_show_in_the_episodes():
+  jobs = rollout.group_jobs(TASKS, 4)
+  calm = play(ScriptedClient(), jobs, make_sampler(slots=8))
+  for seed, sessions in ((1, 0), (2, 1), (3, 3), (4, 20)):
+    draw = np.random.default_rng(seed)
+    client = ScriptedClient(latency=lambda t, u, d=draw: d.uniform(0, 0.02))
+    shaken = play(
+      client,
+      jobs,
+      make_sampler(slots=8),
+      sessions=sessions,
+      expected=lambda task, d=draw: d.uniform(),
+    )
+    # Turns compare by everything but the seconds they took: ids, texts, and
+    # log-probabilities to the last bit.
+    assert shaken == calm
+    assert max(playing for _, playing in client.begun) < (sessions or 8)
+
+
+def test_a_slow_environment_holds_nobody_up():
+  """One answers after 2 s; the other eleven are long done by then."""
+  slow, quick = TASKS[2], TASKS[1]
+  client = ScriptedClient(latency=lambda task, turn: 2.0 * (task is slow))
+  made = make_sampler(slots=2)
+  play(ScriptedClient(), [(quick, 0)], made)  # Compiles.
+  played = play(client, [(slow, 0)] + [(quick, i) for i in range(11)], made)
+  ends = [
+    e.start_s + sum(t.respond_s + t.env_s for t in e.turns) for e in played
+  ]
+  assert max(ends[1:]) < 2.0 < ends[0]
+  assert [len(e.turns) for e in played] == [3] + 11 * [2]
+
+
+def test_sessions_beyond_the_slots_are_reset_ahead():
+  """A slot is given to an episode that has begun: its reset costs no slot."""
+  jobs = rollout.group_jobs(TASKS[:1], 6)
+  latency = lambda task, turn: 0.3 if turn == 0 else 0.0  # noqa: E731
+  made = make_sampler(slots=1)
+  play(ScriptedClient(), jobs[:1], made)
+  client = ScriptedClient(latency=latency)
+  ahead = collect(client, jobs, made, sessions=6)
+  assert max(playing for _, playing in client.begun) == 5
+  assert all(e.reset_s >= 0.3 for e in ahead.episodes)
+  alone = collect(ScriptedClient(latency=latency), jobs, made, sessions=1)
+  assert alone.episodes == ahead.episodes
+  # Six resets one after the other, or all at once.
+  assert alone.stats.wall_s > 1.8 > ahead.stats.wall_s
+  assert alone.stats.occupancy < 0.5
+
+
+def test_the_longest_start_first():
+  jobs = [(task, 0) for task in TASKS]
+  client = ScriptedClient()
+  play(client, jobs, expected=lambda task: task.index)
+  assert [index for index, _ in client.begun] == [2, 1, 0]
+
+
+def test_lengths_are_those_of_the_task_or_else_of_its_type():
+  lengths = rollout.Lengths()
+  assert lengths.expected(TASKS[0]) == np.inf
+  lengths.observe(play(ScriptedClient(), rollout.group_jobs(TASKS[:2], 2)))
+  short, long = (lengths.expected(task) for task in TASKS[:2])
+  assert short < long
+  assert lengths.expected(TASKS[2]) == pytest.approx((short + long) / 2)
+  other = episodes.Task('toy', 'train', 0, 'unlock')
+  assert lengths.expected(other) == np.inf
+  played = play(ScriptedClient(), [(TASKS[0], 0)])
+  (turn,) = played[0].turns
+  lengths = rollout.Lengths()
+  lengths.observe(played)
+  assert lengths.expected(TASKS[0]) == len(turn.prompt_ids + turn.response_ids)
+
+
+def test_a_deadline_cuts_one_off_and_leaves_the_others_alone():
+  slow = TASKS[2]
+  jobs = [(slow, 0)] + rollout.group_jobs(TASKS[:2], 4)
+
+  def latency(task, turn):
+    return 30.0 if task is slow and turn == 2 else 0.0
+
+  made = make_sampler(slots=3)
+  whole = play(ScriptedClient(), jobs, made)
+  client = ScriptedClient(latency=latency)
+  start = time.monotonic()
+  cut = play(client, jobs, made, deadline_s=1.0)
+  assert time.monotonic() - start < 10
+  assert cut[1:] == whole[1:]
+  assert cut[0].ending is episodes.Ending.DEADLINE
+  # What was played stands: the first turn, and the score it brought.
+  assert cut[0].turns == whole[0].turns[:1]
+  assert cut[0].score == 10.0 and not cut[0].success
+  assert all(s.closed for s in client.sessions)
+  scalars = metrics.rollout_scalars(cut)
+  assert scalars['rollout/deadline_episodes'] == pytest.approx(1 / 9)
+  assert scalars['rollout_deadline/fetch'] == pytest.approx(1 / 9)
+  assert scalars['rollout/deadline_turns'] == 1.0
+  assert len(episodes.without_faults(cut)) == 9
+
+
+def test_a_deadline_before_the_first_turn_leaves_nothing_to_learn():
+  client = ScriptedClient(latency=lambda task, turn: 30.0 * (turn == 1))
+  (played,) = play(client, [(TASKS[1], 0)], deadline_s=0.5)
+  assert played.ending is episodes.Ending.FAULT
+  assert 'no turn within the deadline of 0.5 s' in played.fault
+
+
+def test_a_deadline_in_mid_response_frees_the_slot():
+  """The response is dropped; who has the slot next gets only its own."""
+  endless = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 400)
+
+  def sampler_of_long_responses():
+    return sampler.Sampler(
+      POLICY,
+      qwen2.init_params(POLICY, jax.random.key(0)),
+      slots=1,
+      cache_len=512,
+      max_new_tokens=400,
+      settings=sampling.Settings(),
+      stop_ids=[],
+    )
+
+  class Slowed(sampler.Sampler):
+    def decode(self, max_steps=None):
+      time.sleep(0.02)
+      return super().decode(1 if slow else max_steps)
+
+  made = sampler_of_long_responses()
+  made.__class__ = Slowed
+  slow = False
+  jobs = [(TASKS[0], i) for i in range(3)]
+  whole = play(ScriptedClient(), jobs[2:], made, endless)
+  slow = True
+  cut = play(ScriptedClient(), jobs[:2], made, endless, deadline_s=0.5)
+  assert [e.ending for e in cut] == 2 * [episodes.Ending.FAULT]
+  assert made.free == (0,)
+  slow = False
+  assert play(ScriptedClient(), jobs[2:], made, endless) == whole
+
+
+def test_window_context_keeps_the_longest_common_prefix():
+  window = chat.Format(TOK, 'window', 'brief', '', 1, 512, 8)
+  made = make_sampler(slots=1)
+  (played,) = play(ScriptedClient(), [(TASKS[2], 0)], made, window)
+  expected, held = 0, ()
+  for turn in played.turns:
+    kept = 0
+    for old, new in zip(held, turn.prompt_ids[:-1], strict=False):
+      if old != new:
+        break
+      kept += 1
+    expected += len(turn.prompt_ids) - 1 - kept
+    # What the cache holds after the response, whose last id was not fed.
+    held = turn.prompt_ids + turn.response_ids[:-1]
+  assert made.counters.prefilled_tokens == expected
+  task = TOK.encode('user\nGoal 2.')
+  assert expected <= sum(len(t.prompt_ids) - 1 for t in played.turns) - 2 * len(
+    task
+  )
+
+
+def test_an_episode_begins_with_an_empty_cache():
+  """Else how its context is cut, and the last bit, hung on its forerunner."""
+  made = make_sampler(slots=1)
+  jobs = rollout.group_jobs(TASKS[:1], 3)
+  played = play(ScriptedClient(), jobs, made)
+  unique = sum(len(e.turns[0].prompt_ids) - 1 for e in played)
+  assert made.counters.prefilled_tokens == unique
+
+
+def test_stats_account_for_the_time_of_the_slots():
+  jobs = rollout.group_jobs(TASKS[1:], 10)
+  made = make_sampler(slots=4)
+  play(ScriptedClient(), jobs[:4], made)
+  client = ScriptedClient(latency=lambda task, turn: 0.05)
+  before = made.counters.decoded_tokens
+  stats = collect(client, jobs, made, sessions=8).stats
+  tokens = made.counters.decoded_tokens - before
+  assert stats.tokens_per_s == pytest.approx(tokens / stats.wall_s)
+  parts = stats.decode_share + stats.prefill_share + stats.env_wait_share
+  assert 0.9 * parts < parts <= stats.occupancy + 1e-9 <= 1 + 1e-9
+  assert stats.occupancy > 0.8
+  # 2 and 3 turns of 50 ms each, one slot in four: 50 turns before the tail.
+  waited = stats.env_wait_share * 4 * (stats.wall_s - stats.tail_s)
+  assert 0.8 * 45 * 0.05 < waited < 2 * 50 * 0.05
+  assert 0 < stats.batch_fill <= 1
+  assert 0 <= stats.overhead_share < 1
+  assert stats.scalars()['rollout/occupancy'] == stats.occupancy
 
 
 @pytest.mark.parametrize('victim', ['worker', 'service'])

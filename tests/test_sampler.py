@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planpo_jax import compilations, sampling
+from planpo_jax import compilations, sampling, sharding
 from planpo_jax import sampler as sampler_lib
 from planpo_jax.models import qwen2
 
@@ -102,7 +102,9 @@ def test_logps_of_a_conversation_equal_the_full_forward_pass(temperature):
 
 def test_greedy_takes_the_best_id_and_reports_the_unscaled_logp():
   context = _context(2, 20)
-  response = _respond(_sampler(settings=sampling.Settings(0.0)), 0, context, KEY)
+  response = _respond(
+    _sampler(settings=sampling.Settings(0.0)), 0, context, KEY
+  )
   ids = context + response.ids.tolist()
   # The temperature near 0 of the same logits puts all weight on the best id.
   cold = _full_logps(ids, temperature=1e-3)[len(context) :]
@@ -169,7 +171,9 @@ def test_a_changed_context_keeps_the_common_prefix_and_gives_the_same():
   _respond(sampler, 1, first, KEY)
   before = sampler.counters.prefilled_tokens
   reused = _respond(sampler, 1, second, KEY)
-  assert sampler.counters.prefilled_tokens - before == len(second) - 1 - len(shared)
+  assert sampler.counters.prefilled_tokens - before == len(second) - 1 - len(
+    shared
+  )
   fresh = _respond(_sampler(), 1, second, KEY)
   np.testing.assert_array_equal(reused.ids, fresh.ids)
   np.testing.assert_allclose(reused.logps, fresh.logps, atol=1e-5)
@@ -371,3 +375,149 @@ def test_untied_heads_and_one_kv_head_agree_as_well():
   segments = np.ones((1, len(ids)), np.int32)
   logps = _scores(policy, params, np.asarray([ids]), segments, 1.0)
   np.testing.assert_allclose(response.logps, logps[0, 24:], atol=1e-4)
+
+
+def test_a_long_context_does_not_hold_up_the_others():
+  sampler = _sampler(cache_len=1100, stop_ids=[])
+  key = jax.random.fold_in(KEY, 3)
+  sampler.submit(0, _context(1, 20), key)
+  sampler.decode(max_steps=1)
+  decoded, filled = (
+    sampler.counters.decoded_tokens,
+    sampler.counters.prefilled_tokens,
+  )
+  sampler.submit(1, _context(2, 801), KEY)
+  made = []
+  for _ in range(4):
+    assert sampler.decode(max_steps=1) == []
+    made.append(
+      (
+        sampler.counters.prefilled_tokens - filled,
+        sampler.counters.decoded_tokens - decoded,
+      )
+    )
+  # 256 tokens, then a step of the other slot; both step once 800 are in.
+  assert made == [(256, 1), (512, 2), (768, 3), (800, 5)]
+  # Without a limit too: the other one ends before a second context is in.
+  sampler.submit(2, _context(3, 1000), KEY)
+  first = sampler.decode()
+  assert [r.slot for r in first] == [0]
+  assert sampler.counters.prefilled_tokens - filled < 800 + 999
+  assert first[0].ids.tolist() == (
+    _respond(_sampler(stop_ids=[]), 3, _context(1, 20), key).ids.tolist()
+  )
+  rest = {r.slot: r for r in (*sampler.decode(), *sampler.decode())}
+  alone = _respond(
+    _sampler(cache_len=1100, stop_ids=[]), 0, _context(3, 1000), KEY
+  )
+  np.testing.assert_array_equal(rest[2].ids, alone.ids)
+  np.testing.assert_array_equal(rest[2].logps, alone.logps)
+
+
+def test_contexts_are_read_together_where_weights_serve_many_rows(monkeypatch):
+  """As on TPU and GPU; there is one call for four contexts of a length."""
+  policy = qwen2.create(dataclasses.replace(CONFIG, on_cpu=False), NUM_TOKENS)
+  calls = []
+  prefill = sampler_lib._prefill
+
+  def counted(*arguments):
+    calls.append(arguments[4].shape)
+    return prefill(*arguments)
+
+  monkeypatch.setattr(sampler_lib, '_prefill', counted)
+  sampler = sampler_lib.Sampler(
+    policy,
+    _policy()[1],
+    slots=5,
+    cache_len=300,
+    max_new_tokens=12,
+    settings=sampling.Settings(),
+    stop_ids=[],
+  )
+  contexts = [_context(40 + slot, 50 + slot) for slot in range(4)]
+  for slot, context in enumerate(contexts):
+    sampler.submit(slot + 1, context, jax.random.fold_in(KEY, slot))
+  responses = sampler.decode()
+  assert [r.slot for r in responses] == [1, 2, 3, 4]
+  assert calls == [(8, 64)]
+  for response, context in zip(responses, contexts, strict=True):
+    ids = context + response.ids.tolist()
+    np.testing.assert_allclose(
+      response.logps, _full_logps(ids)[len(context) :], atol=1e-4
+    )
+
+
+def test_matrices_are_cast_once_and_results_stay_the_same():
+  policy = qwen2.create(
+    dataclasses.replace(CONFIG, dtype='bfloat16'), NUM_TOKENS
+  )
+  params = jax.tree.map(jnp.asarray, _policy()[1])
+  cast = sampler_lib.for_sampling(policy, params, None)
+  types = {
+    path[-1].key: x.dtype
+    for path, x in jax.tree_util.tree_leaves_with_path(cast)
+  }
+  assert types['w_q_NHD'] == types['embedding_VD'] == jnp.bfloat16
+  assert types['final_norm_D'] == types['attention_norm_D'] == jnp.float32
+  tokens = np.asarray([_context(5, 40)])
+  index = np.arange(40)[None]
+
+  @jax.jit
+  def logits(params):
+    hidden = policy.hidden(params, tokens, index, np.ones_like(tokens))
+    return policy.logits(params, hidden)
+
+  np.testing.assert_array_equal(logits(params), logits(cast))
+  # Nothing to cast: the same arrays, unless they must not be.
+  same = sampler_lib.for_sampling(_policy()[0], params, None)
+  assert same['final_norm_D'] is params['final_norm_D']
+
+
+def test_params_that_were_copied_may_be_donated():
+  policy, params = _policy()
+  context = _context(6, 30)
+  expected = _respond(_sampler(), 0, context, KEY)
+  mesh = sharding.make_mesh()
+  for place in (None, mesh):
+    given = jax.tree.map(jnp.asarray, params)
+    if place is not None:
+      given = sharding.shard_params(place, given)
+    sampler = sampler_lib.Sampler(
+      policy,
+      params,
+      slots=4,
+      cache_len=300,
+      max_new_tokens=12,
+      settings=sampling.Settings(),
+      stop_ids=[STOP],
+      mesh=place,
+    )
+    sampler.set_params(given, copy=True)
+    for x in jax.tree.leaves(given):
+      x.delete()
+    response = _respond(sampler, 0, context, KEY)
+    np.testing.assert_array_equal(response.ids, expected.ids)
+
+
+def test_filters_act_and_logps_are_those_of_what_they_leave():
+  """Top 5 at temperature 0.7, against a sort of the full forward pass."""
+  settings = sampling.Settings(temperature=0.7, top_k=5)
+  context = _context(22, 30)
+  response = _respond(_sampler(stop_ids=[], settings=settings), 1, context, KEY)
+  ids = context + response.ids.tolist()
+  policy, params = _policy()
+  tokens = np.zeros((1, 64), np.int32)
+  tokens[0, : len(ids)] = ids
+  index = np.arange(64)[None]
+
+  @jax.jit
+  def logits(params):
+    hidden = policy.hidden(params, tokens, index, np.ones_like(tokens))
+    return policy.logits(params, hidden)[0]
+
+  rows_RV = np.asarray(logits(params))[len(context) - 1 : len(ids) - 1] / 0.7
+  for i, (row_V, logp) in enumerate(zip(rows_RV, response.logps, strict=True)):
+    best = np.argsort(-row_V)[:5]
+    assert response.ids[i] in best
+    expected = row_V[response.ids[i]] - np.log(np.exp(row_V[best]).sum())
+    np.testing.assert_allclose(logp, expected, atol=1e-4)

@@ -49,9 +49,9 @@ def transcripts(workdir, name):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-  """An uninterrupted run."""
+  """An uninterrupted run, and a dump of what it played."""
   workdir = tmp_path_factory.mktemp('runs') / 'whole'
-  config = smoke()
+  config = smoke(**{'rollout.dump': str(workdir.parent / 'dump')})
   assert run(config, workdir) == 0
   return config, workdir
 
@@ -76,6 +76,8 @@ def test_a_run_leaves_what_the_report_reads(whole):
       # The policy that is updated first is the one that sampled (ALG-20).
       assert line['loss/first_ratio_max'] == pytest.approx(1.0, abs=1e-5)
       assert line['loss/sampler_gap'] < 1e-4
+      assert line['rollout/staleness'] == 0
+      assert 0 < line['rollout/occupancy'] <= 1 + 1e-6
   summary = json.loads((workdir / 'summary.json').read_text())
   for row in summary['rows'].values():
     assert row['episodes'] == config.eval.episodes
@@ -83,16 +85,130 @@ def test_a_run_leaves_what_the_report_reads(whole):
   assert len(transcripts(workdir, 'train_000002.jsonl').splitlines()) == 8
 
 
-def test_timing_changes_nothing(whole, tmp_path):
-  """Random latency, other worker and slot use: the same run, bit for bit."""
+@pytest.mark.parametrize('workers', [3, 7])
+def test_timing_changes_nothing(whole, tmp_path, workers):
+  """Random latency, other workers and slots used: the same run, bit for bit."""
   config, workdir = whole
-  slow = smoke(**{'env.workers': 7, 'env.server_flags': '--latency-ms=0,30'})
+  changes = {'env.workers': workers, 'env.server_flags': '--latency-ms=0,30'}
+  # Which is what the other run chose.
+  slow = smoke(**changes, **{'sampler.slots': 4})
   assert run(slow, tmp_path / 'slow') == 0
   for name in ('train_000001', 'train_000002', 'train_000003', 'eval_after'):
     name = f'{name}.jsonl'
     assert transcripts(tmp_path / 'slow', name) == transcripts(workdir, name)
   a, b = final_state(config, workdir), final_state(slow, tmp_path / 'slow')
   jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_dump_replayed_learns_the_same_to_the_bit(whole, tmp_path):
+  """Without environments: there is no service, and no port to ask for one."""
+  config, workdir = whole
+  replayed = smoke(**{'rollout.replay': config.rollout.dump})
+  assert run(replayed, tmp_path / 'replayed') == 0
+  a, b = (
+    final_state(config, workdir),
+    final_state(config, tmp_path / 'replayed'),
+  )
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+  train_lines, replay_lines = (
+    [
+      json.loads(line)
+      for line in (folder / 'metrics.jsonl').read_text().splitlines()
+      if '"train"' in line
+    ]
+    for folder in (workdir, tmp_path / 'replayed')
+  )
+  for line, other in zip(train_lines, replay_lines, strict=True):
+    for key in ('loss/total', 'loss/sampler_gap', 'rollout/turns'):
+      assert line[key] == other[key]
+  assert not (tmp_path / 'replayed' / 'summary.json').exists()
+  # One file is a dump of one step.
+  first = pathlib.Path(config.rollout.dump) / 'train_000001.jsonl.gz'
+  one = smoke(**{'rollout.replay': str(first), 'train.steps': 1})
+  assert run(one, tmp_path / 'one') == 0
+
+
+def test_a_dump_that_does_not_fit_is_refused_before_anything_starts(
+  whole, tmp_path
+):
+  config, _ = whole
+  for changes, words in (
+    ({'train.steps': 4}, 'lacks step 4'),
+    ({'chat.context': 'window'}, "chat.context='conversation'"),
+    ({'rollout.replay': str(tmp_path / 'none')}, 'no such file or folder'),
+    ({'rollout.dump': 'x'}, 'plays nothing'),
+  ):
+    bad = smoke(**{'rollout.replay': config.rollout.dump} | changes)
+    with pytest.raises(ValueError, match=words):
+      run(bad, tmp_path / 'bad')
+  assert not (tmp_path / 'bad').exists()
+
+
+def test_programs_are_compiled_in_the_first_step_only(whole):
+  """Lengths, numbers of turns and of rows differ from step to step."""
+  _, workdir = whole
+  lines = [
+    json.loads(line)
+    for line in (workdir / 'metrics.jsonl').read_text().splitlines()
+  ]
+  counts = [x['compile/programs'] for x in lines if x['kind'] == 'train']
+  assert len(counts) == 3 and counts[0] == counts[-1]
+  assert (
+    json.loads((workdir / 'config.json').read_text())['sampler']['slots'] == 4
+  )
+
+
+def test_the_next_rollouts_may_overlap_the_update(whole, tmp_path):
+  """They are one step old, which is measured and weighed."""
+  changes = {
+    'rollout.overlap': True,
+    'loss.ppo_clip.sampler_cap': 2.0,
+    'eval.every': 2,
+    # Large, so that one step changes the policy measurably.
+    'optimizer.learning_rate': 1e-3,
+    'optimizer.warmup_steps': 0,
+  }
+  assert run(smoke(**changes), tmp_path / 'ahead') == 0
+  lines = [
+    json.loads(line)
+    for line in (tmp_path / 'ahead' / 'metrics.jsonl').read_text().splitlines()
+  ]
+  trained = [x for x in lines if x['kind'] == 'train']
+  assert [x['rollout/staleness'] for x in trained] == [0, 1, 1]
+  assert trained[0]['loss/sampler_gap'] < 1e-4
+  for line in trained[1:]:
+    assert line['loss/sampler_gap'] > 1e-2
+    assert line['loss/sampler_kl'] > 1e-4
+    # What is learnt from is still the policy's own score.
+    assert line['loss/first_ratio_max'] == pytest.approx(1.0, abs=1e-5)
+  # The first step is that of a run on-policy with the same settings.
+  on_policy = {k: v for k, v in changes.items() if k != 'rollout.overlap'}
+  assert run(smoke(**on_policy, **{'train.steps': 1}), tmp_path / 'on') == 0
+  name = 'train_000001.jsonl'
+  assert transcripts(tmp_path / 'ahead', name) == transcripts(
+    tmp_path / 'on', name
+  )
+
+
+def test_a_deadline_cuts_episodes_off_and_the_run_goes_on(tmp_path):
+  config = smoke(
+    **{
+      'rollout.deadline_s': 1.0,
+      'env.server_flags': '--latency-ms=400,400',
+      'train.steps': 1,
+      'eval.episodes': 2,
+    }
+  )
+  assert run(config, tmp_path / 'cut') == 0
+  line = next(
+    json.loads(line)
+    for line in (tmp_path / 'cut' / 'metrics.jsonl').read_text().splitlines()
+    if '"train"' in line
+  )
+  # Six turns of 0.4 s do not fit a second, one or two do.
+  assert line['rollout/deadline_episodes'] == 1.0
+  assert 1 <= line['rollout/deadline_turns'] <= 2
+  assert line['rollout/faults'] == 0
 
 
 def start(workdir, *overrides):

@@ -104,7 +104,7 @@ class Jax:
   def decode(self, batch):
     import jax
 
-    from planpo_jax import sampler
+    from planpo_jax import sampler, sampling
 
     one = self._once(
       ('decode', batch),
@@ -114,13 +114,14 @@ class Jax:
         slots=batch,
         cache_len=CONTEXT + NEW + 1,
         max_new_tokens=NEW,
-        temperature=1.0,
+        settings=sampling.Settings(),
         stop_ids=(),
       ),
     )
     context = token_ids(1, CONTEXT)[0]
     for slot in range(batch):
       one.submit(slot, context, jax.random.key(slot))
+    one.prefill()
     start = time.perf_counter()
     responses = one.decode()
     spent = (time.perf_counter() - start) / NEW
@@ -499,13 +500,14 @@ from benchmarks import model
 from planpo_jax import cli
 cli.keep_compilations()
 import numpy as np
-from planpo_jax import sampler
+from planpo_jax import sampler, sampling
 side = model.Jax(sys.argv[1], 'float32')
 ready = time.time()
 one = sampler.Sampler(
   side.policy, side.params, slots=8, cache_len=512, max_new_tokens=64,
-  temperature=1.0, stop_ids=())
+  settings=sampling.Settings(), stop_ids=())
 one.submit(0, np.arange(model.CONTEXT), jax.random.key(0))
+one.prefill()
 prefilled = time.time()
 one.decode(max_steps=1)
 end = time.time()

@@ -261,21 +261,18 @@ class Ours:
       for slot, (context, key) in enumerate(zip(contexts, keys, strict=True)):
         one.reset(slot)
         one.submit(slot, context, key)
+      # Starting some rows of a batch early would only add steps.
+      one.prefill()
       found = {}
       while one.active:
         found |= {r.slot: r.ids for r in one.decode()}
       return [found[slot] for slot in range(len(contexts))]
 
     client = Client(work)
-    read, budget = one.counters.prefilled_tokens, sampler.PREFILL_BUDGET
-    # Starting some rows of a batch early would only add steps to lock-step.
-    sampler.PREFILL_BUDGET = work.slots * work.positions
-    try:
-      start = time.perf_counter()
-      responses, _ = asyncio.run(lock_step(client, work, respond))
-      spent = time.perf_counter() - start
-    finally:
-      sampler.PREFILL_BUDGET = budget
+    read = one.counters.prefilled_tokens
+    start = time.perf_counter()
+    responses, _ = asyncio.run(lock_step(client, work, respond))
+    spent = time.perf_counter() - start
     return Played(spent, one.counters.prefilled_tokens - read, responses)
 
 

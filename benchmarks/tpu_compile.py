@@ -1,7 +1,8 @@
-"""Compiles the update and a decoding step for TPUs, without one.
+"""Compiles the update and the sampler for TPUs, without one.
 
   python benchmarks/tpu_compile.py [--size=qwen2.5-7b] [--layers=2]
     [--topology=v5e:2x2] [--mesh=1,2,2] [--rows=4] [--micro-rows=2]
+    [--parts=update,sampler]
 
 Prints seconds to compile and peak bytes a device, as the compiler plans them.
 Layers are scanned, so their number changes the bytes and not the seconds.
@@ -20,7 +21,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(sys.prefix, 'tpu-compiler')]
 
 LENGTH = 2048
-SLOTS, CACHE = 8, 4096
+SLOTS, CACHE, MAX_RESPONSE = 8, 4096, 200
+# One of sampler.PREFILL_CHUNKS.
+CHUNK = 64
 
 
 def main() -> None:
@@ -33,6 +36,7 @@ def main() -> None:
   parser.add_argument('--mesh', default='1,2,2', help='data,fsdp,tensor')
   parser.add_argument('--rows', type=int, default=4)
   parser.add_argument('--micro-rows', type=int, default=2)
+  parser.add_argument('--parts', default='update,sampler')
   args = parser.parse_args()
   # The compiler reads these when it is loaded, and else looks for a TPU.
   os.environ |= {
@@ -49,7 +53,15 @@ def main() -> None:
   from jax.experimental import topologies
   from jax.sharding import AxisType, Mesh
 
-  from planpo_jax import batch, losses, optimizer, sharding, update
+  from planpo_jax import (
+    batch,
+    losses,
+    optimizer,
+    sampler,
+    sampling,
+    sharding,
+    update,
+  )
   from planpo_jax.models import qwen2
 
   topology = topologies.get_topology_desc(
@@ -116,26 +128,53 @@ def main() -> None:
   cache = jax.eval_shape(lambda: policy.init_cache(SLOTS, CACHE))
   cache = placed(cache, sharding.cache_shardings(mesh, cache))
 
-  def extend(params, cache, tokens, start, count):
-    hidden, cache = policy.extend(params, cache, tokens, start, count)
-    return policy.scaled_logits(params, hidden[:, -1], 1.0), cache
+  no_slots = jax.eval_shape(lambda: sampler.no_slots(SLOTS, MAX_RESPONSE))
+  slots = placed(
+    no_slots,
+    jax.tree.map(lambda _: sharding.batch_sharding(mesh), no_slots),
+  )
+  params = jax.eval_shape(
+    functools.partial(qwen2.compute_params, config), state.params
+  )
+  params = placed(params, sharding.sampling_shardings(mesh, params))
 
-  def ids(*shape):
+  def array(dtype, *shape):
     return jax.ShapeDtypeStruct(
-      shape, jnp.int32, sharding=sharding.replicated(mesh)
+      shape, dtype, sharding=sharding.replicated(mesh)
     )
+
+  rows_per_call = sharding.slot_groups(mesh) * (512 // CHUNK)
 
   with jax.set_mesh(mesh):
     start = time.perf_counter()
-    compiled = step.lower(state, rows).compile()
-    report(f'update of {args.rows} x {LENGTH} tokens', start, compiled)
+    if 'update' in args.parts:
+      compiled = step.lower(state, rows).compile()
+      report(f'update of {args.rows} x {LENGTH} tokens', start, compiled)
+    if 'sampler' not in args.parts:
+      return
     start = time.perf_counter()
-    compiled = (
-      jax.jit(extend, donate_argnums=1)
-      .lower(state.params, cache, ids(SLOTS, 1), ids(SLOTS), ids(SLOTS))
-      .compile()
-    )
-    report(f'decoding step of {SLOTS} slots x {CACHE}', start, compiled)
+    compiled = sampler.decode_steps.lower(
+      policy,
+      mesh,
+      params,
+      cache,
+      slots,
+      array(jnp.int32, SLOTS, 6),
+      array(jnp.bool_, config.embedding_rows),
+      sampling.Settings(),
+      array(jnp.int32),
+    ).compile()
+    report(f'decoding steps of {SLOTS} slots x {CACHE}', start, compiled)
+    start = time.perf_counter()
+    compiled = sampler.prefill_chunks.lower(
+      policy,
+      mesh,
+      params,
+      cache,
+      array(jnp.int32, rows_per_call, CHUNK),
+      *3 * [array(jnp.int32, rows_per_call)],
+    ).compile()
+    report(f'prefilling {rows_per_call} rows x {CHUNK}', start, compiled)
 
 
 if __name__ == '__main__':

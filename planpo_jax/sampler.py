@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -30,7 +31,7 @@ from planpo_jax.models import qwen2
 # Lengths in which context is prefilled; each one used is compiled once.
 PREFILL_CHUNKS = (16, 64, 256)
 
-# Tokens that are prefilled at most while other slots wait for their next step.
+# Tokens that are prefilled at most before other slots take their next step.
 PREFILL_BUDGET = 256
 
 # Tokens of one call of prefilling where a weight that is read serves many rows
@@ -38,10 +39,7 @@ PREFILL_BUDGET = 256
 # much as real ones.
 _GROUP_TOKENS = 512
 
-# Decoding steps between two rounds of prefilling.
-_STEPS_BETWEEN = 4
-
-# First column of the orders to `_decode`.
+# First column of the orders to `decode_steps`.
 _KEEP, _ARM, _DROP = 0, 1, 2
 
 
@@ -105,8 +103,8 @@ class Counters:
   meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class _Slots:
-  """State of all slots; it stays on the device.
+class Slots:
+  """State of all slots on the device.
 
   Attributes:
     token_B: int32, the last token of the sequence, not yet in the cache.
@@ -129,11 +127,13 @@ class _Slots:
   logps_BM: jax.Array
 
 
-def _no_slots(rows: int, width: int) -> _Slots:
+def no_slots(rows: int, width: int) -> Slots:
+  """Slots that hold nothing, for responses of up to `width` tokens."""
+
   def zeros(dtype, *shape):
     return jnp.zeros((rows, *shape), dtype)
 
-  return _Slots(
+  return Slots(
     token_B=zeros(jnp.int32),
     length_B=zeros(jnp.int32),
     armed_B=zeros(bool),
@@ -146,10 +146,23 @@ def _no_slots(rows: int, width: int) -> _Slots:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _prefill(policy, mesh, params, cache, tokens_GT, start_G, count_G, row_G):
-  """Appends a chunk to each of some rows; returns an array to wait for too.
+def prefill_chunks(
+  policy, mesh, params, cache, tokens_GT, start_G, count_G, row_G
+):
+  """Appends a chunk to each of some rows, compiled once a chunk length.
 
-  On a mesh `row_G` counts within the group of slots that row G belongs to.
+  Args:
+    policy: static.
+    mesh: static; None for one device.
+    params: see `for_sampling`.
+    cache: consumed.
+    tokens_GT: int32; G rows are the same number for each group of devices.
+    start_G: int32, positions that are filled.
+    count_G: int32, tokens to append, 0 for a row of padding.
+    row_G: int32, row of the cache within the group of devices.
+
+  Returns:
+    The cache, and an array to wait for.
   """
 
   def prefill(params, cache, *chunks):
@@ -162,8 +175,23 @@ def _prefill(policy, mesh, params, cache, tokens_GT, start_G, count_G, row_G):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def _decode(policy, mesh, params, cache, slots, orders_B6, *whole):
-  """`_steps` on each group of devices, over its own slots."""
+def decode_steps(policy, mesh, params, cache, slots, orders_B6, *whole):
+  """Follows orders, then decodes until a slot finishes.
+
+  Args:
+    policy: static.
+    mesh: static; None for one device.
+    params: see `for_sampling`.
+    cache: consumed.
+    slots: consumed.
+    orders_B6: int32 columns: what to do (keep, arm, drop); then token, length,
+      budget and the two words of the key of a slot to arm.
+    *whole: bool stop_V, ids that end a response; `sampling.Settings`; int32,
+      most steps.
+
+  Returns:
+    The cache, the slots, and [B, 2] int32: armed or not, tokens made.
+  """
   return sharding.map_slots(
     mesh,
     functools.partial(_steps, policy, mesh),
@@ -176,15 +204,7 @@ def _decode(policy, mesh, params, cache, slots, orders_B6, *whole):
 def _steps(
   policy, mesh, params, cache, slots, orders_B6, stop_V, settings, max_steps
 ):
-  """Follows the orders, then steps until a slot finishes.
-
-  Args:
-    orders_B6: int32 columns: what to do (keep, arm, drop); then token, length,
-      budget and the two words of the key of a slot to arm.
-
-  Returns:
-    The cache, the slots, and [B, 2] int32: armed or not, tokens made.
-  """
+  """`decode_steps` on one group of devices."""
   order_B, token_B, length_B, budget_B = orders_B6[:, :4].T
   arm_B = order_B == _ARM
   key_B2 = jax.lax.bitcast_convert_type(orders_B6[:, 4:], jnp.uint32)
@@ -355,7 +375,7 @@ class Sampler:
     def empty():
       return (
         policy.init_cache(slots, cache_len),
-        _no_slots(slots, max_new_tokens),
+        no_slots(slots, max_new_tokens),
       )
 
     if mesh is not None:
@@ -479,7 +499,7 @@ class Sampler:
     """Advances until at least one slot finishes.
 
     Contexts that were submitted are prefilled first, `PREFILL_BUDGET` tokens
-    at a time; in between the slots that are ready take steps, so a long
+    at a time; in between the slots that are ready take a step, so a long
     context does not hold them up.
 
     Args:
@@ -490,19 +510,26 @@ class Sampler:
       The responses that finished, by slot; empty if no slot is active.
     """
     while self._pending or self._sampling:
-      self._fill()
+      self._fill(PREFILL_BUDGET)
       steps = np.iinfo(np.int32).max if max_steps is None else max_steps
       if self._pending:
-        steps = min(steps, _STEPS_BETWEEN)
+        steps = 1
       responses = self._step(steps)
       if responses or max_steps is not None:
         return responses
     return []
 
-  def _fill(self):
-    """Prefills within the budget, or until a first slot is ready."""
+  def prefill(self):
+    """Prefills all that was submitted, whatever it holds up.
+
+    `decode` does so by itself; this is for those who want it done before.
+    """
+    self._fill(math.inf)
+
+  def _fill(self, budget: float):
+    """Prefills `budget` tokens, or until a first slot is ready."""
     start = time.perf_counter()
-    budget, last = PREFILL_BUDGET, None
+    last = None
     self._arm_ready()
     while self._pending and (budget > 0 or not self._sampling):
       size, last = self._prefill_group()
@@ -537,7 +564,7 @@ class Sampler:
       self._held[slot] = request.context[:end]
       request.filled = end
       self.counters.prefilled_tokens += count
-    self._cache, last = _prefill(
+    self._cache, last = prefill_chunks(
       self._policy,
       self._mesh,
       self._params,
@@ -566,7 +593,7 @@ class Sampler:
 
   def _step(self, max_steps: int) -> list[Response]:
     start = time.perf_counter()
-    self._cache, self._slots, report_B2 = _decode(
+    self._cache, self._slots, report_B2 = decode_steps(
       self._policy,
       self._mesh,
       self._params,

@@ -140,6 +140,7 @@ class Session:
   client: Client
   index: int
   turn: int = 0
+  faults: int = 0
 
   async def reset(self):
     await asyncio.sleep(self.client.reset_s)

@@ -53,9 +53,10 @@ def slots(
   fit = groups * (room // each)
   chosen = config.sampler.slots
   if chosen is not None and chosen % groups:
+    nearest = min(groups * round(chosen / groups), fit)
     raise config_lib.ConfigError(
       f'sampler.slots={chosen} must divide over data x fsdp = {groups} groups '
-      f'of devices; try --config.sampler.slots={-(-chosen // groups) * groups}.'
+      f'of devices; try --config.sampler.slots={max(nearest, groups)}.'
     )
   needed = chosen or groups
   if needed > fit:
@@ -119,14 +120,26 @@ def fixed_bytes(
 ) -> int:
   """Bytes a device of everything that does not grow with the slots."""
   params = qwen2.abstract_params(policy)
-  trained = _bytes(params, sharding.param_shardings(mesh, params))
+  places = sharding.param_shardings(mesh, params)
+  trained = _bytes(params, places)
   casts = jax.eval_shape(
     lambda p: qwen2.compute_params(policy.config, p), params
   )
-  sampled = _bytes(casts, sharding.sampling_shardings(mesh, params))
-  same = sampled == trained and not config.rollout.overlap
+  sampling = sharding.sampling_shardings(mesh, params)
+  # Arrays that are as sampling wants them are not copied, unless the update is
+  # to consume them meanwhile.
+  copied = [
+    (cast, where)
+    for x, cast, place, where in zip(
+      *map(jax.tree.leaves, (params, casts, places, sampling)), strict=True
+    )
+    if config.rollout.overlap
+    or x.dtype != cast.dtype
+    or not where.is_equivalent_to(place, x.ndim)
+  ]
   # Params, the reference, two moments and the gradient.
-  return (5 if training else 1) * trained + (0 if same else sampled)
+  kept = (5 if training else 1) * trained
+  return kept + (_bytes(*zip(*copied, strict=True)) if copied else 0)
 
 
 def _bytes(shapes: Any, shardings: Any) -> int:

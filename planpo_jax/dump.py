@@ -19,6 +19,8 @@ and each further line is one episode, in the order played:
   fault      cause of a fault, '' otherwise
   start_s    seconds into the collection at which the episode got a slot
   reset_s    seconds that the environment took to begin
+  recoveries how often its environment was lost and brought back
+  dropped_pairs  pairs of history left out of prompts that were too long
   turns      a list of
     observation    text that the policy saw before it responded
     prompt_ids     token ids put before the response
@@ -211,7 +213,7 @@ class Dump:
     if step not in self._files:
       raise DumpError(
         f'{self._path}: holds no episodes of step {step}, only of '
-        f'{_ranges(self.steps)}; train no further than these, or give the '
+        f'{ranges(self.steps)}; train no further than these, or give the '
         'whole dump.'
       )
     file = self._files[step]
@@ -228,7 +230,7 @@ class Dump:
     return found
 
 
-def _ranges(steps: Sequence[int]) -> str:
+def ranges(steps: Sequence[int]) -> str:
   """E.g. `1 to 40, 42`."""
   spans: list[list[int]] = []
   for step in steps:
@@ -442,5 +444,7 @@ _EPISODE = {
   'fault': _text,
   'start_s': _number,
   'reset_s': _number,
+  'recoveries': _integer,
+  'dropped_pairs': _integer,
   'turns': _turns,
 }

@@ -120,9 +120,13 @@ class Episode:
     ending: why it stopped.
     fault: cause of a fault, for people to read; empty otherwise.
     goal: the task statement as the policy read it.
+    dropped_pairs: (observation, action) pairs of the history, over all turns,
+      that `window` context left out because a prompt was too long.
     start_s: seconds into the collection at which it got a slot; never
-      compared, nor is the next.
+      compared, nor are the next.
     reset_s: seconds that the environment took to begin.
+    recoveries: times that the environment was lost and brought back by playing
+      the same actions again.
   """
 
   task: Task
@@ -133,8 +137,10 @@ class Episode:
   ending: Ending
   fault: str = ''
   goal: str = ''
+  dropped_pairs: int = 0
   start_s: float = dataclasses.field(default=0.0, compare=False)
   reset_s: float = dataclasses.field(default=0.0, compare=False)
+  recoveries: int = dataclasses.field(default=0, compare=False)
 
 
 @jax.tree_util.register_dataclass

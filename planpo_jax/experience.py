@@ -50,7 +50,7 @@ class Source(Protocol):
     """Returns when nothing is being played."""
 
   def close(self) -> None:
-    """Gives up what is being played."""
+    """Returns when nothing is being played, which the caller has stopped."""
 
 
 # Plays a step's episodes with the params that were set last.
@@ -146,8 +146,8 @@ class Replay:
       raise dump.DumpError(
         f'rollout.replay={str(path)!r} lacks step {missing[0]} of '
         f'train.steps={steps}; it holds the steps '
-        f'{self._dump.steps[0]}..{self._dump.steps[-1]}. Lower train.steps, or '
-        'give the folder with all of them.'
+        f'{dump.ranges(self._dump.steps)}. Lower train.steps, or give the '
+        'folder with all of them.'
       )
     if self._dump.context != context:
       raise dump.DumpError(

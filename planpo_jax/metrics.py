@@ -231,6 +231,7 @@ def rollout_scalars(played: Sequence[episodes.Episode]) -> dict[str, float]:
   return {
     'rollout/episodes': len(whole),
     'rollout/faults': len(played) - len(whole),
+    'rollout/recoveries': sum(e.recoveries for e in played),
     'rollout/success': mean(e.success for e in whole),
     'rollout/score': mean(e.score for e in whole),
     'rollout/turns': mean(len(e.turns) for e in whole),
@@ -242,6 +243,7 @@ def rollout_scalars(played: Sequence[episodes.Episode]) -> dict[str, float]:
     'rollout/deadline_episodes': mean(
       e.ending is episodes.Ending.DEADLINE for e in whole
     ),
+    'rollout/dropped_pairs': mean(e.dropped_pairs for e in whole),
     'rollout/truncated_responses': mean(t.truncated for t in turns),
     'rollout/valid_actions': mean(t.valid for t in turns),
   } | _cut_scalars(whole)

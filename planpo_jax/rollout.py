@@ -260,6 +260,7 @@ class _Game:
     self._ending: episodes.Ending | None = None
     self._goal = ''
     self._reset_s = 0.0
+    self._dropped_pairs = 0
     self.fault = ''
     self.start_s = 0.0
 
@@ -326,7 +327,7 @@ class _Game:
         context, self._turns[-1].response_ids, seen.text, action.text
       )
       on_turn()
-      self._seen = after
+      self._seen, self._dropped_pairs = after, talk.dropped_pairs
     self._ending = self._seen.ending
 
   def episode(self) -> episodes.Episode:
@@ -339,6 +340,7 @@ class _Game:
         False,
         episodes.Ending.FAULT,
         self.fault,
+        recoveries=self._session.faults,
       )
     return episodes.Episode(
       self._task,
@@ -348,8 +350,10 @@ class _Game:
       self._seen.success,
       self._ending,
       goal=self._goal,
+      dropped_pairs=self._dropped_pairs,
       start_s=self.start_s,
       reset_s=self._reset_s,
+      recoveries=self._session.faults,
     )
 
 

@@ -29,7 +29,7 @@ from planpo_jax import sampling, sharding
 from planpo_jax.models import qwen2
 
 # Lengths in which context is prefilled; each one used is compiled once.
-PREFILL_CHUNKS = (16, 64, 256)
+PREFILL_CHUNKS = (16, 32, 64, 128, 256)
 
 # Tokens that are prefilled at most before other slots take their next step.
 PREFILL_BUDGET = 256

@@ -58,6 +58,8 @@ def played() -> list[episodes.Episode]:
       goal=ODD,
       start_s=1.5,
       reset_s=0.1,
+      dropped_pairs=2,
+      recoveries=1,
     )
     for member, ending in enumerate(episodes.Ending)
     if ending is not episodes.Ending.FAULT

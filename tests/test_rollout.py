@@ -1,6 +1,7 @@
 """Playing episodes: order, keys, faults, and processes that die."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
@@ -60,6 +61,7 @@ class ScriptedSession:
   def __init__(self, task, fault_at, latency):
     self._task, self._fault_at, self._turn = task, fault_at, 0
     self._latency = latency
+    self.faults = 0
     self.closed = False
 
   async def reset(self):
@@ -431,6 +433,20 @@ def test_window_context_keeps_the_longest_common_prefix():
   )
 
 
+def test_pairs_left_out_of_a_long_prompt_are_counted():
+  """Room for a prompt and a pair or two, not for six."""
+  tight = chat.Format(TOK, 'window', 'brief', '', 6, 96, 8)
+  task = episodes.Task('toy', 'train', 5, 'fetch')
+  (played,) = play(ScriptedClient(), [(task, 0)], None, tight)
+  assert len(played.turns) == 6
+  assert all(len(t.prompt_ids) + 8 <= 96 for t in played.turns)
+  roomy = dataclasses.replace(tight, max_context=512)
+  (other,) = play(ScriptedClient(), [(task, 0)], None, roomy)
+  assert other.dropped_pairs == 0 < played.dropped_pairs
+  scalars = metrics.rollout_scalars([played, other])
+  assert scalars['rollout/dropped_pairs'] == played.dropped_pairs / 2
+
+
 def test_an_episode_begins_with_an_empty_cache():
   """Else how its context is cut, and the last bit, hung on its forerunner."""
   made = make_sampler(slots=1)
@@ -494,4 +510,6 @@ def test_killed_processes_change_nothing(victim):
       results.append(asyncio.run(work()).episodes)
   calm, struck = results
   assert struck == calm
+  assert not any(e.recoveries for e in calm)
+  assert any(e.recoveries for e in struck)
   assert not any(e.ending is episodes.Ending.FAULT for e in struck)

@@ -380,7 +380,7 @@ def test_untied_heads_and_one_kv_head_agree_as_well():
 def test_a_long_context_does_not_hold_up_the_others():
   sampler = _sampler(cache_len=1100, stop_ids=[])
   key = jax.random.fold_in(KEY, 3)
-  sampler.submit(0, _context(1, 20), key, 9)
+  sampler.submit(0, _context(1, 20), key, 8)
   sampler.decode(max_steps=1)
   decoded, filled = (
     sampler.counters.decoded_tokens,
@@ -404,7 +404,7 @@ def test_a_long_context_does_not_hold_up_the_others():
   assert [r.slot for r in first] == [0]
   assert sampler.counters.prefilled_tokens - filled < 800 + 999
   assert first[0].ids.tolist() == (
-    _respond(_sampler(stop_ids=[]), 3, _context(1, 20), key, 9).ids.tolist()
+    _respond(_sampler(stop_ids=[]), 3, _context(1, 20), key, 8).ids.tolist()
   )
   rest = {r.slot: r for r in (*sampler.decode(), *sampler.decode())}
   alone = _respond(

@@ -147,12 +147,19 @@ _TIED = 'advantage/groups_without_outcome_variance'
 # From this share on, most of a step's episodes teach an outcome-based method
 # nothing, and a flat curve says little about the method.
 _TIED_WARNING = 0.8
-# Nats between the sampler's and the learner's log-probability of one token.
-_GAP_WARNING = 0.1
+# Nats between the sampler's and the learner's log-probability of one token, by
+# the type of the products: ten times and more what rounding makes of it in
+# float32 (1e-6 to 1e-3), three times in bfloat16 (0.13 to 0.17).
+_GAP_WARNING = {'float32': 1e-2, 'bfloat16': 0.5}
 
 
-def warnings(scalars: Mapping[str, float]) -> list[str]:
-  """Sentences about a step that need somebody's attention."""
+def warnings(scalars: Mapping[str, float], dtype: str) -> list[str]:
+  """Sentences about a step that need somebody's attention.
+
+  Args:
+    scalars: of the step.
+    dtype: `model.dtype`.
+  """
   found = []
   if scalars[_TIED] >= _TIED_WARNING:
     found.append(
@@ -171,10 +178,10 @@ def warnings(scalars: Mapping[str, float]) -> list[str]:
     )
   # An older policy disagrees by rights.
   fresh = not scalars['rollout/staleness']
-  if fresh and scalars['loss/sampler_gap'] > _GAP_WARNING:
+  if fresh and scalars['loss/sampler_gap'] > _GAP_WARNING[dtype]:
     found.append(
       'sampler and learner disagree on a token by '
-      f'{scalars["loss/sampler_gap"]:.3f} nats, above {_GAP_WARNING}; '
+      f'{scalars["loss/sampler_gap"]:.3f} nats, above {_GAP_WARNING[dtype]}; '
       'loss.ppo_clip.sampler_cap=2.0 corrects for it'
     )
   if scalars['rollout/deadline_episodes']:

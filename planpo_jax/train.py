@@ -306,7 +306,7 @@ def _train(
       )
       record(f'train_{done:06d}', done, played)
       terminal.say(clock.line(done, steps, scalars, timers))
-      for warning in metrics.warnings(scalars):
+      for warning in metrics.warnings(scalars, config.model.dtype):
         terminal.say(f'warning: {warning}')
       if stop.requested():
         raise rollout.StoppedError

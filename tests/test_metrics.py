@@ -86,7 +86,7 @@ def test_warnings_name_what_needs_attention():
     'rollout/staleness': 0.0,
     'rollout/deadline_episodes': 0.0,
   }
-  assert metrics.warnings(calm) == []
+  assert metrics.warnings(calm, 'float32') == []
   for key, value, word in (
     ('advantage/groups_without_outcome_variance', 0.9, '90%'),
     ('loss/nonfinite_updates', 2.0, 'learning rate'),
@@ -95,8 +95,12 @@ def test_warnings_name_what_needs_attention():
     ('rollout/faults', 3, 'faults'),
     ('rollout/deadline_episodes', 0.25, '25% of the episodes'),
   ):
-    (said,) = metrics.warnings(calm | {key: value})
+    (said,) = metrics.warnings(calm | {key: value}, 'float32')
     assert word in said
   # Episodes of an older policy differ by rights.
   stale = {'rollout/staleness': 1.0, 'loss/sampler_gap': 0.5}
-  assert metrics.warnings(calm | stale) == []
+  assert metrics.warnings(calm | stale, 'float32') == []
+  # Rounding makes as much of it in 16 bits.
+  rounded = calm | {'loss/sampler_gap': 0.2}
+  assert metrics.warnings(rounded, 'bfloat16') == []
+  assert len(metrics.warnings(rounded, 'float32')) == 1

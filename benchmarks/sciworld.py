@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import psutil
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from configs import quickstart
-from planpo_jax import build, capacity, metrics, rollout, tasks
+from planpo_jax import build, capacity, evaluate, metrics, rollout, tasks
 from planpo_jax import config as config_lib
 
 
@@ -31,13 +32,12 @@ def workers() -> list[psutil.Process]:
   ]
 
 
-def kill_workers(every_s: float, over: threading.Event) -> None:
-  turn = 0
+def kill_workers(every_s: float, over: threading.Event, killed: list) -> None:
   while not over.wait(every_s):
     alive = workers()
     if alive:
-      alive[turn % len(alive)].send_signal(signal.SIGKILL)
-    turn += 1
+      alive[len(killed) % len(alive)].send_signal(signal.SIGKILL)
+      killed.append(time.monotonic())
 
 
 def main() -> None:
@@ -58,25 +58,25 @@ def main() -> None:
       chosen = tasks.at(
         env.tasks('train'), 0, count=args.tasks, seed=config.seed
       )
-      over = threading.Event()
+      over, killed = threading.Event(), []
       killer = threading.Thread(
-        target=kill_workers, args=(args.kill_every_s, over)
+        target=kill_workers, args=(args.kill_every_s, over, killed)
       )
       if name == 'killed':
         killer.start()
-      results[name] = collected = player.play(
-        name,
-        rollout.group_jobs(chosen, args.group_size),
-        seed=(config.seed, 0),
-        max_turns=config.env.max_turns,
-        settings=config_lib.settings(config.sampler),
-      )
-      over.set()
-      if name == 'killed':
-        killer.join()
+      try:
+        results[name] = collected = player.play(
+          name,
+          rollout.group_jobs(chosen, args.group_size),
+          seed=(config.seed, evaluate.TRAIN_SEED, 0),
+          max_turns=config.env.max_turns,
+          settings=config_lib.settings(config.sampler),
+        )
+      finally:
+        over.set()
     scalars = metrics.rollout_scalars(collected.episodes)
     scalars |= collected.stats.scalars()
-    print(f'{name}: {len(collected.episodes)} episodes')
+    print(f'{name}: {len(collected.episodes)} episodes, {len(killed)} kills')
     for key, value in scalars.items():
       print(f'  {key.removeprefix("rollout/"):20s} {value:.4g}')
   same = results['calm'].episodes == results['killed'].episodes

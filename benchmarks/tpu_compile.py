@@ -38,6 +38,9 @@ def main() -> None:
   parser.add_argument('--micro-rows', type=int, default=2)
   parser.add_argument('--parts', default='update,sampler')
   args = parser.parse_args()
+  parts = args.parts.split(',')
+  if not set(parts) <= {'update', 'sampler'}:
+    parser.error(f'--parts={args.parts}: use update, sampler or both.')
   # The compiler reads these when it is loaded, and else looks for a TPU.
   os.environ |= {
     'JAX_PLATFORMS': 'cpu',
@@ -143,14 +146,14 @@ def main() -> None:
       shape, dtype, sharding=sharding.replicated(mesh)
     )
 
-  rows_per_call = sharding.slot_groups(mesh) * (512 // CHUNK)
+  rows_per_call = sharding.slot_groups(mesh) * (sampler.GROUP_TOKENS // CHUNK)
 
   with jax.set_mesh(mesh):
     start = time.perf_counter()
-    if 'update' in args.parts:
+    if 'update' in parts:
       compiled = step.lower(state, rows).compile()
       report(f'update of {args.rows} x {LENGTH} tokens', start, compiled)
-    if 'sampler' not in args.parts:
+    if 'sampler' not in parts:
       return
     start = time.perf_counter()
     compiled = sampler.decode_steps.lower(

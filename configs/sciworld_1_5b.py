@@ -21,7 +21,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   # conversation as context, 200 tokens a response.
   config.env.task_types = AGENTGYM_TYPES
   config.env.max_turns = 20
-  config.env.workers = 32
+  config.env.workers = 36  # Of which a ninth resets ahead.
   config.chat.context = 'conversation'
   config.chat.max_context = 8192
   config.chat.max_response = 200

@@ -16,5 +16,5 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = sciworld_1_5b.get_config()
   config.model.size = 'qwen2.5-7b'
   config.mesh.tensor = 4  # 7B has four key/value heads.
-  config.env.workers = 64
+  config.env.workers = 72  # Of which a ninth resets ahead.
   return base.variant(config, variant)

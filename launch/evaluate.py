@@ -8,6 +8,7 @@ on whatever devices there are. With --config: the weights that training would
 start from.
 """
 
+import math
 import os
 import sys
 
@@ -17,6 +18,7 @@ import jax
 import ml_collections
 from absl import flags
 
+from configs import base
 from planpo_jax import cli
 from planpo_jax import config as config_lib
 
@@ -40,11 +42,15 @@ def _config(workdir) -> ml_collections.ConfigDict:
       f'{workdir} holds no run: there is no config.json. Give the folder that '
       'launch/train.py was given as --workdir.'
     )
-  config = ml_collections.ConfigDict(config_lib.read(path))
-  config.mesh.update({'data': 1, 'fsdp': -1, 'tensor': 1})
+  config = base.get_config()
+  with config.unlocked():  # An older run lacks some keys, and may have others.
+    config.update(config_lib.read(path))
+  # What does not fit one device is kept split as far as these devices go.
+  tensor = math.gcd(max(config.mesh.tensor, 1), jax.device_count())
+  config.mesh.update({'data': 1, 'fsdp': -1, 'tensor': tensor})
   # Rows of an update, of which an evaluation has none.
   config.learner.micro_rows = jax.device_count()
-  if (config.sampler.slots or 0) % jax.device_count():
+  if (config.sampler.slots or 0) % (jax.device_count() // tensor):
     config.sampler.slots = None  # Of a mesh that divided otherwise.
   return config
 

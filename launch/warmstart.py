@@ -97,9 +97,7 @@ def main() -> int:
     mesh = build.mesh(config, network)
     stack.enter_context(jax.set_mesh(mesh))
     model = build.model(config, network, mesh)
-    config.sampler.slots = capacity.slots(
-      config, network.policy, mesh, training=False
-    )
+    config.sampler.slots = capacity.slots(config, network.policy, mesh)
     player = build.Player(config, model, mesh, env, terminal)
     episodes = [imitation.to_episode(d, player.format) for d in shown]
     fitting = [e for e in episodes if e is not None]

@@ -273,14 +273,13 @@ class Player:
     self._env = env
     self._terminal = terminal
     self._should_stop = should_stop
-    self._deadline_s = config.rollout.deadline_s
     self._lengths = rollout.Lengths()
     workers = env.description.workers
     if workers < config.sampler.slots:
       terminal.say(
         f'warning: sampler.slots={config.sampler.slots}, but the service has '
-        f'{workers} workers, so the other slots stay empty; try --config.'
-        f'env.workers={config.sampler.slots}'
+        f'{workers} workers, so the other slots stay empty; give it more ('
+        + ('its --workers)' if config.env.address else 'env.workers)')
       )
     self.format = chat_format(config, made.tokenizer, env.description)
     self._sampler = sampler.Sampler(
@@ -306,6 +305,7 @@ class Player:
     seed: tuple[int, ...],
     max_turns: int,
     settings: sampling.Settings,
+    deadline_s: float = 0.0,
   ) -> rollout.Collected:
     """Plays `jobs`; see `rollout.collect`."""
     self._sampler.settings = settings
@@ -330,7 +330,7 @@ class Player:
         seed=seed,
         max_turns=max_turns,
         sessions=self._env.description.workers,
-        deadline_s=self._deadline_s,
+        deadline_s=deadline_s,
         expected=self._lengths.expected,
         on_progress=tell,
         should_stop=self._should_stop,

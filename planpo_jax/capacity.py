@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def slots(
   fit = groups * (room // each)
   chosen = config.sampler.slots
   if chosen is not None and chosen % groups:
-    nearest = min(groups * round(chosen / groups), fit)
+    nearest = min((chosen + groups // 2) // groups * groups, fit)
     raise config_lib.ConfigError(
       f'sampler.slots={chosen} must divide over data x fsdp = {groups} groups '
       f'of devices; try --config.sampler.slots={max(nearest, groups)}.'
@@ -81,7 +82,9 @@ def slots(
     episodes = config.train.tasks_per_step * config.train.group_size
     wanted = max(wanted, episodes)
   if not config.env.address:
-    wanted = min(wanted, config.env.workers)
+    # A ninth of the workers resets the next environments meanwhile.
+    workers = config.env.workers - config.env.workers // 9
+    wanted = min(wanted, workers)
   return _round(min(wanted, fit), groups)
 
 
@@ -133,7 +136,7 @@ def fixed_bytes(
     for x, cast, place, where in zip(
       *map(jax.tree.leaves, (params, casts, places, sampling)), strict=True
     )
-    if config.rollout.overlap
+    if (training and config.rollout.overlap)
     or x.dtype != cast.dtype
     or not where.is_equivalent_to(place, x.ndim)
   ]
@@ -160,4 +163,8 @@ def device_bytes(device: jax.Device) -> int:
   stats = device.memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit']
-  return psutil.virtual_memory().total // jax.local_device_count()
+  total = psutil.virtual_memory().total
+  container = pathlib.Path('/sys/fs/cgroup/memory.max')
+  if container.exists() and (text := container.read_text().strip()) != 'max':
+    total = min(total, int(text))
+  return total // jax.local_device_count()

@@ -6,6 +6,7 @@ import difflib
 import fcntl
 import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ def check(
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
   _check_group(config)
   _check_lengths(config)
-  _check_rollout(config)
+  _check_rollout(config, num_devices)
   _check_devices(config, num_devices)
 
 
@@ -157,7 +158,7 @@ def settings(section: ml_collections.ConfigDict) -> sampling.Settings:
   )
 
 
-def _check_rollout(config: ml_collections.ConfigDict) -> None:
+def _check_rollout(config: ml_collections.ConfigDict, num_devices: int) -> None:
   for name in ('sampler', 'eval'):
     try:
       settings(config[name]).check(f'{name}.')
@@ -174,13 +175,19 @@ def _check_rollout(config: ml_collections.ConfigDict) -> None:
       f'rollout.deadline_s={rollout.deadline_s} must be at least 0 seconds; 0 '
       'sets no deadline.'
     )
-  for key in ('overlap', 'dump'):
+  for key in ('overlap', 'dump', 'deadline_s'):
     if rollout.replay and rollout[key]:
       raise ConfigError(
         f'rollout.replay={rollout.replay!r} plays nothing, so '
         f'rollout.{key}={rollout[key]!r} has no meaning; set one of them only.'
       )
   loss = config.loss[config.loss.name]
+  if rollout.overlap and num_devices > 1:
+    raise ConfigError(
+      f'rollout.overlap=True on {num_devices} devices: sampling and learning '
+      'would start programs on all of them in two orders, which can block both '
+      'for good; it is for one device.'
+    )
   if rollout.overlap and loss.get('sampler_cap') is None:
     raise ConfigError(
       'rollout.overlap=True learns from episodes that an older policy sampled; '
@@ -254,7 +261,8 @@ def check_workdir(
   differing = [
     f'{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now'
     for key in sorted(theirs.keys() | ours.keys())
-    if theirs.get(key) != ours.get(key) and key not in _FREE
+    # A key that an older version did not know was at its default.
+    if theirs.get(key, ours.get(key)) != ours.get(key) and key not in _FREE
   ]
   if differing:
     raise ConfigError(
@@ -271,19 +279,39 @@ def _has_results(workdir: pathlib.Path) -> bool:
   )
 
 
-def with_slots_of(
-  workdir: pathlib.Path, config: ml_collections.ConfigDict
-) -> ml_collections.ConfigDict:
-  """A copy with the `sampler.slots` of the run in `workdir` if it is unset.
+def slots_of(workdir: pathlib.Path) -> int | None:
+  """The `sampler.slots` of the run in `workdir`, if there is one.
 
   How many rows are decoded together shows in the last bit, so a run that goes
   on keeps its number whatever workers and memory there are now.
   """
-  config = config.copy_and_resolve_references()
   path = workdir / 'config.json'
-  if config.sampler.slots is None and path.exists():
-    config.sampler.slots = read(path).get('sampler', {}).get('slots')
-  return config
+  if not path.exists() or not _has_results(workdir):
+    return None
+  return read(path).get('sampler', {}).get('slots')
+
+
+def check_dump(workdir: pathlib.Path, folder: pathlib.Path) -> None:
+  """Raises ConfigError if `folder` cannot take the dump of this run.
+
+  Makes the folder.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ConfigError(
+      f'rollout.dump={str(folder)!r} cannot be made ({error.strerror}); name '
+      'a folder that can be written to.'
+    ) from error
+  if not os.access(folder, os.W_OK):
+    raise ConfigError(
+      f'rollout.dump={str(folder)!r} cannot be written to; name another folder.'
+    )
+  if any(folder.iterdir()) and not _has_results(workdir):
+    raise ConfigError(
+      f'rollout.dump={str(folder)!r} is not empty, and a dump holds one run; '
+      'name another folder, or empty it.'
+    )
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ gzip-compressed JSON lines in ASCII, one JSON object a line, made to be read
 with `zcat` and `jq`. The first line is the header:
 
   {"format": "planpo_jax.episodes", "version": 1, "step": 3, "episodes": 128,
-   "context": "conversation"}
+   "context": "conversation", "temperature": 1.0, "staleness": 0}
 
 and each further line is one episode, in the order played:
 
@@ -88,6 +88,8 @@ def write(
   played: Sequence[episodes.Episode],
   *,
   context: str,
+  temperature: float,
+  staleness: int = 0,
 ) -> pathlib.Path:
   """Writes `folder/NAME.jsonl.gz` in the format above.
 
@@ -102,6 +104,9 @@ def write(
     played: episodes, faults among them or not.
     context: `conversation` or `window`: what `prompt_ids` hold (see
       `episodes.Turn`).
+    temperature: of sampling.
+    staleness: steps that the policy had learnt since when they were learnt
+      from.
 
   Returns:
     The path of the file.
@@ -119,6 +124,8 @@ def write(
     'step': step,
     'episodes': len(played),
     'context': context,
+    'temperature': temperature,
+    'staleness': staleness,
   }
   try:
     # Neither name nor time goes in, so equal episodes make equal files.
@@ -151,10 +158,12 @@ class Dump:
   Attributes:
     steps: training steps that it has episodes of, ascending.
     context: `conversation` or `window`, see `write`.
+    temperature: of sampling.
   """
 
   steps: tuple[int, ...]
   context: str
+  temperature: float
 
   def __init__(self, path: pathlib.Path):
     """Reads the headers.
@@ -180,25 +189,33 @@ class Dump:
     else:
       raise DumpError(f'{path}: no such file or folder. {_RECIPE}')
     self._files: dict[int, pathlib.Path] = {}
-    contexts: dict[str, pathlib.Path] = {}
+    kinds: dict[tuple[str, float], pathlib.Path] = {}
     for file in files:
       header = _header(file, next(_lines(file), b''))
       step = header['step']
-      contexts.setdefault(header['context'], file)
+      kinds.setdefault((header['context'], header['temperature']), file)
       if step in self._files:
         raise DumpError(
           f'{path}: {self._files[step].name} and {file.name} are both of step '
           f'{step}, and a step is trained on once; move one of them away.'
         )
       self._files[step] = file
-    if len(contexts) > 1:
-      found = ', '.join(f'{file.name}: {c}' for c, file in contexts.items())
-      raise DumpError(
-        f'{path}: its files differ in their context ({found}), so they are of '
-        'several runs; move those of one of them away.'
+    if len(kinds) > 1:
+      found = ', '.join(
+        f'{file.name}: {context}, {temperature}'
+        for (context, temperature), file in kinds.items()
       )
-    self.context = next(iter(contexts))
+      raise DumpError(
+        f'{path}: its files differ in their context or temperature ({found}), '
+        'so they are of several runs; move those of one of them away.'
+      )
+    ((self.context, self.temperature),) = kinds
     self.steps = tuple(sorted(self._files))
+
+  def staleness(self, step: int) -> int:
+    """How old the policy was, see `write`; `step` is one of `steps`."""
+    file = self._files[step]
+    return _header(file, next(_lines(file), b''))['staleness']
 
   def episodes(self, step: int) -> list[episodes.Episode]:
     """The episodes of a step, in the order written.
@@ -275,17 +292,18 @@ def _header(path: pathlib.Path, line: bytes) -> Mapping[str, Any]:
       f'{path}: version {header.get("version")!r} of the format, and version '
       f'{VERSION} is what is read here; use the planpo_jax that wrote it.'
     )
-  for key in ('step', 'episodes'):
-    if type(header.get(key)) is not int:
+  for key, kind, name in (
+    ('step', int, 'an integer'),
+    ('episodes', int, 'an integer'),
+    ('staleness', int, 'an integer'),
+    ('context', str, 'a string'),
+    ('temperature', float, 'a number with a point'),
+  ):
+    if type(header.get(key)) is not kind:
       raise DumpError(
         f'{path}: line 1: {key} is {header.get(key)!r}, and the header needs '
-        f'it as an integer; {_REPAIR}'
+        f'it as {name}; {_REPAIR}'
       )
-  if type(header.get('context')) is not str:
-    raise DumpError(
-      f'{path}: line 1: context is {header.get("context")!r}, and the header '
-      f'needs it as a string; {_REPAIR}'
-    )
   return header
 
 

@@ -114,7 +114,7 @@ class Episode:
   Attributes:
     task: what was played.
     member: index within the group, from 0.
-    turns: at least one, unless the episode is a fault.
+    turns: at least one, unless the episode is a fault or met its deadline.
     score: the environment's final score, its own range.
     success: the environment's goal was reached.
     ending: why it stopped.
@@ -315,6 +315,6 @@ def tabulate(
   )
 
 
-def without_faults(played: Sequence[Episode]) -> list[Episode]:
-  """The episodes that have an outcome to learn from."""
-  return [e for e in played if e.ending is not Ending.FAULT]
+def learnable(played: Sequence[Episode]) -> list[Episode]:
+  """The episodes with an outcome and a turn to learn from."""
+  return [e for e in played if e.ending is not Ending.FAULT and e.turns]

@@ -147,7 +147,11 @@ def _summarize(played: Sequence[episodes.Episode]) -> Summary:
     turns=normal([len(e.turns) for e in whole]),
     turns_success=normal([len(e.turns) for e in wins]),
     response_tokens=normal(
-      [np.mean([len(t.response_ids) for t in e.turns]) for e in whole]
+      [
+        np.mean([len(t.response_ids) for t in e.turns])
+        for e in whole
+        if e.turns
+      ]
     ),
   )
 

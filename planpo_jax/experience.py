@@ -125,7 +125,13 @@ class Replay:
   """Reads each step's episodes from the dump of another run."""
 
   def __init__(
-    self, path: pathlib.Path, *, steps: int, context: str, num_tokens: int
+    self,
+    path: pathlib.Path,
+    *,
+    steps: int,
+    context: str,
+    temperature: float,
+    num_tokens: int,
   ):
     """Opens a dump.
 
@@ -133,6 +139,7 @@ class Replay:
       path: folder or file, see `dump.Dump`.
       steps: of the run; the dump must hold 1..steps.
       context: `chat.context` of the run, which must be that of the dump.
+      temperature: `sampler.temperature` of the run, likewise.
       num_tokens: ids of its tokenizer.
 
     Raises:
@@ -155,6 +162,13 @@ class Replay:
         f'{self._dump.context!r}, not {context!r}: its prompts would be joined '
         f'wrongly; set chat.context={self._dump.context}.'
       )
+    if self._dump.temperature != temperature:
+      raise dump.DumpError(
+        f'rollout.replay={str(path)!r} was sampled at temperature '
+        f'{self._dump.temperature}, and the learner scores at '
+        f'sampler.temperature={temperature}; set sampler.temperature='
+        f'{self._dump.temperature}.'
+      )
 
   def take(self, step: int, params: qwen2.Params) -> Experience:
     del params  # What was sampled is given.
@@ -173,7 +187,7 @@ class Replay:
         f'{largest}, but the tokenizer of this run has {self._num_tokens} ids; '
         'give the model that the dump was recorded with.'
       )
-    return Experience(played, 0, None)
+    return Experience(played, self._dump.staleness(step + 1), None)
 
   def wait(self) -> None:
     pass

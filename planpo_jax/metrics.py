@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -89,24 +90,28 @@ class Terminal:
     self._start = time.monotonic()
     self._last = 0.0
     self._open = False
+    # Rollouts may run in a thread beside the update.
+    self._lock = threading.Lock()
 
   def say(self, text: str) -> None:
     """A line that stays."""
-    if self._open:
-      self._stream.write('\r\033[K')
-      self._open = False
     elapsed = time.monotonic() - self._start
-    self._stream.write(f'[{duration(elapsed)}] {text}\n')
-    self._stream.flush()
+    with self._lock:
+      if self._open:
+        self._stream.write('\r\033[K')
+        self._open = False
+      self._stream.write(f'[{duration(elapsed)}] {text}\n')
+      self._stream.flush()
 
   def progress(self, text: str) -> None:
     """A line that the next one replaces; every 10 s where lines stay."""
     now = time.monotonic()
     if self._live:
-      if now - self._last > 0.1:
-        self._stream.write(f'\r\033[K{text}')
-        self._stream.flush()
-        self._last, self._open = now, True
+      with self._lock:
+        if now - self._last > 0.1:
+          self._stream.write(f'\r\033[K{text}')
+          self._stream.flush()
+          self._last, self._open = now, True
     elif now - self._last > _PLAIN_INTERVAL_S:
       self._last = now
       self.say(text)
@@ -148,17 +153,20 @@ _TIED = 'advantage/groups_without_outcome_variance'
 # nothing, and a flat curve says little about the method.
 _TIED_WARNING = 0.8
 # Nats between the sampler's and the learner's log-probability of one token, by
-# the type of the products: ten times and more what rounding makes of it in
-# float32 (1e-6 to 1e-3), three times in bfloat16 (0.13 to 0.17).
-_GAP_WARNING = {'float32': 1e-2, 'bfloat16': 0.5}
+# the type of the products. Rounding makes 1e-6 to 1e-4 of it in float32 on a
+# CPU, and 0.13 to 0.17 in bfloat16.
+_GAP_WARNING = {'float32': 1e-3, 'bfloat16': 0.5}
 
 
-def warnings(scalars: Mapping[str, float], dtype: str) -> list[str]:
+def warnings(
+  scalars: Mapping[str, float], dtype: str, filtered: bool = False
+) -> list[str]:
   """Sentences about a step that need somebody's attention.
 
   Args:
     scalars: of the step.
     dtype: `model.dtype`.
+    filtered: sampling leaves out ids that the learner scores.
   """
   found = []
   if scalars[_TIED] >= _TIED_WARNING:
@@ -176,13 +184,14 @@ def warnings(scalars: Mapping[str, float], dtype: str) -> list[str]:
       f'{scalars["loss/skipped_updates"]:.0f} updates had nothing to learn '
       'from and were skipped'
     )
-  # An older policy disagrees by rights.
-  fresh = not scalars['rollout/staleness']
-  if fresh and scalars['loss/sampler_gap'] > _GAP_WARNING[dtype]:
+  # An older policy disagrees by rights, and so does a filtered one.
+  alike = not scalars['rollout/staleness'] and not filtered
+  # Turned round, so that NaN warns too.
+  if alike and not scalars['loss/sampler_gap'] <= _GAP_WARNING[dtype]:
     found.append(
       'sampler and learner disagree on a token by '
       f'{scalars["loss/sampler_gap"]:.3f} nats, above {_GAP_WARNING[dtype]}; '
-      'loss.ppo_clip.sampler_cap=2.0 corrects for it'
+      'loss.ppo_clip.sampler_cap weighs it'
     )
   if scalars['rollout/deadline_episodes']:
     found.append(

@@ -28,6 +28,9 @@ Job = tuple[episodes.Task, int]  # A task and the member of its group.
 # Share of the episodes after which the tail begins.
 _TAIL = 0.9
 
+# Kinds of spans in which an episode waits for its environment.
+_ELSEWHERE = ('reset', 'env')
+
 # Seconds of decoding at a stretch while some slot may come back from its
 # environment, and while none can.
 _BURST_S = 0.03
@@ -56,8 +59,8 @@ class Stats:
     batch_fill: share of the rows of decoding steps that were sampling.
     tokens_per_s: tokens sampled.
     prefilled_tokens: tokens of contexts that were computed.
-    overhead_share: share of `wall_s` outside of compiled calls in which not
-      everything was waiting for environments.
+    overhead_share: share of `wall_s` outside of compiled calls and of waits
+      for environments with nothing to compute.
   """
 
   wall_s: float
@@ -104,9 +107,14 @@ class Lengths:
   def observe(self, played: Sequence[episodes.Episode]) -> None:
     found = collections.defaultdict(list)
     for episode in played:
+      if episode.ending is episodes.Ending.FAULT:
+        continue
       tokens = sum(
         len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns
       )
+      if episode.ending is episodes.Ending.DEADLINE:
+        # It would have gone on.
+        tokens = max(tokens, self._by_task.get(episode.task, tokens))
       found[episode.task].append(tokens)
       found[episode.task.name].append(tokens)
     for key, tokens in found.items():
@@ -191,7 +199,8 @@ async def collect(
       session = client.session(task, step_limit=max_turns)
       game = _Game(session, fmt, task, member, seed)
       try:
-        await game.begin()
+        with ledger.span('reset'):
+          await game.begin()
         slot = await slots.get()
         game.start_s = ledger.now()
         try:
@@ -284,8 +293,6 @@ class _Game:
         await self._play(decoder, slot, on_turn)
     except TimeoutError:
       self._ending = episodes.Ending.DEADLINE
-      if not self._turns:
-        self.fault = f'no turn within the deadline of {deadline_s:g} s'
 
   async def _play(self, decoder, slot, on_turn) -> None:
     talk = self._fmt.begin(self._goal)
@@ -397,7 +404,7 @@ class _Decoder:
     self._asked[slot] = future
     self._orders.append((slot, context, key, fresh))
     self._wake.set()
-    start = self.ledger.now()
+    start = time.perf_counter()
     try:
       response = await future
     except asyncio.CancelledError:
@@ -406,23 +413,21 @@ class _Decoder:
           del futures[slot]
       self._orders.append((slot, None, key, True))
       raise
-    middle = start + response.prefill_s
-    self.ledger.add('prefill', start, middle)
-    self.ledger.add('decode', middle, self.ledger.now())
+    self.ledger.add('prefill', start, response.first_step)
+    self.ledger.add('decode', response.first_step, time.perf_counter())
     return response
 
   async def run(self) -> None:
     while True:
       if not self._asked and not self._running:
-        idle = self.ledger.now()
-        self._wake.clear()
-        await self._wake.wait()
-        self.ledger.idle_s += self.ledger.now() - idle
+        with self.ledger.span('idle'):
+          self._wake.clear()
+          await self._wake.wait()
       orders, self._orders = self._orders, []
       self._running |= self._asked
       self._asked = {}
-      # Slots that others hold wait for environments, and come back any time.
-      alone = len(self._running) >= self.ledger.held
+      # Who waits for an environment may come back any time.
+      alone = not self.ledger.elsewhere
       # Shielded, because a thread cannot be cancelled: the cache is in its
       # hands until it returns.
       advance = asyncio.ensure_future(
@@ -445,15 +450,16 @@ class _Decoder:
       if context is not None:
         self._sampler.submit(slot, context, key)
     burst_s = _LONG_BURST_S if alone else _BURST_S
-    steps = burst_s / max(self._sampler.step_s, 1e-6)
-    return self._sampler.decode(max(1, int(steps)))
+    # Nothing is known of the first step, which compiles.
+    step_s = self._sampler.step_s or burst_s
+    return self._sampler.decode(max(1, int(burst_s / step_s)))
 
 
 class _Ledger:
   """Books how the time of a collection is spent.
 
   Attributes:
-    idle_s: seconds in which every episode waited for its environment.
+    elsewhere: episodes that wait for their environment now.
   """
 
   def __init__(self, policy_sampler: sampler.Sampler, slots: int, jobs: int):
@@ -464,25 +470,25 @@ class _Ledger:
     self._start = time.perf_counter()
     self._ended: list[float] = []
     self._spans: list[tuple[str, float, float]] = []
-    self.held = 0
-    self.idle_s = 0.0
+    self.elsewhere = 0
 
   def now(self) -> float:
     """Seconds since the collection began."""
     return time.perf_counter() - self._start
 
   def add(self, kind: str, start: float, end: float) -> None:
-    self._spans.append((kind, start, end))
+    """Books a span between two times of `time.perf_counter`."""
+    self._spans.append((kind, start - self._start, end - self._start))
 
   @contextlib.contextmanager
   def span(self, kind: str) -> Iterator[None]:
-    start = self.now()
-    self.held += kind == 'held'
+    start = time.perf_counter()
+    self.elsewhere += kind in _ELSEWHERE
     try:
       yield
     finally:
-      self.held -= kind == 'held'
-      self.add(kind, start, self.now())
+      self.elsewhere -= kind in _ELSEWHERE
+      self.add(kind, start, time.perf_counter())
 
   def ended(self) -> None:
     """An episode ended now."""
@@ -505,8 +511,8 @@ class _Ledger:
       )
 
     done = self._sampler.counters - self._before
-    rows = done.steps * len(self._sampler.free)
-    busy_s = done.prefill_s + done.decode_s + self.idle_s
+    rows = done.steps * self._sampler.slots
+    busy_s = done.prefill_s + done.decode_s + self._waited_s()
     return Stats(
       wall_s=wall_s,
       tail_s=wall_s - tail,
@@ -519,3 +525,26 @@ class _Ledger:
       prefilled_tokens=done.prefilled_tokens,
       overhead_share=max(0.0, 1 - busy_s / wall_s),
     )
+
+  def _waited_s(self) -> float:
+    """Seconds with nothing to compute while an environment was at work.
+
+    The time in which what came back is read and written is not among them.
+    """
+    # +1 and -1 where a span begins and ends.
+    edges = sorted(
+      (time_s, kind, step)
+      for kind, start, end in self._spans
+      if kind in ('idle', *_ELSEWHERE)
+      for time_s, step in ((start, 1), (end, -1))
+    )
+    waited_s, last, idle, elsewhere = 0.0, 0.0, 0, 0
+    for time_s, kind, step in edges:
+      if idle and elsewhere:
+        waited_s += time_s - last
+      last = time_s
+      if kind == 'idle':
+        idle += step
+      else:
+        elsewhere += step
+    return waited_s

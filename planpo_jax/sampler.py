@@ -37,7 +37,7 @@ PREFILL_BUDGET = 256
 # Tokens of one call of prefilling where a weight that is read serves many rows
 # (TPU, GPU). A CPU is busy with one chunk, and rows that pad would cost as
 # much as real ones.
-_GROUP_TOKENS = 512
+GROUP_TOKENS = 512
 
 # First column of the orders to `decode_steps`.
 _KEEP, _ARM, _DROP = 0, 1, 2
@@ -53,14 +53,14 @@ class Response:
     logps: float32 nats, log-probability of each under the distribution that
       it was drawn from.
     truncated: it ended without a stop id, by a cap or a full cache.
-    prefill_s: seconds from `submit` to the first decoding step.
+    first_step: time (`time.perf_counter`) of the first decoding step.
   """
 
   slot: int
   ids: np.ndarray
   logps: np.ndarray
   truncated: bool
-  prefill_s: float = dataclasses.field(default=0.0, compare=False)
+  first_step: float = dataclasses.field(default=0.0, compare=False)
 
 
 @dataclasses.dataclass
@@ -71,8 +71,8 @@ class Counters:
     prefilled_tokens: context tokens computed outside of decoding steps.
     decoded_tokens: response tokens sampled.
     steps: decoding steps, of all slots together.
-    prefill_s: seconds of compiled prefilling.
-    decode_s: seconds of compiled decoding.
+    prefill_s: seconds in compiled prefilling.
+    decode_s: seconds in compiled decoding.
   """
 
   prefilled_tokens: int = 0
@@ -285,8 +285,7 @@ class _Request:
     chunks: (length, real tokens) of the chunks still to come.
     key: uint32 [2].
     budget: most tokens of the response.
-    since: time of `submit`.
-    prefill_s: see `Response`.
+    first_step: see `Response`; None before it.
   """
 
   context: list[int]
@@ -294,8 +293,7 @@ class _Request:
   chunks: collections.deque[tuple[int, int]]
   key: np.ndarray
   budget: int
-  since: float
-  prefill_s: float = 0.0
+  first_step: float | None = None
 
 
 class Sampler:
@@ -395,10 +393,20 @@ class Sampler:
     return tuple(sorted(self._pending | self._sampling))
 
   @property
+  def slots(self) -> int:
+    """How many there are."""
+    return len(self._held)
+
+  @property
   def free(self) -> tuple[int, ...]:
-    """Slots without one; they may still hold a sequence."""
+    """Slots without one, in the order in which to use them.
+
+    They may still hold a sequence. Neighbours belong to different groups of
+    devices, so that a few busy slots keep many devices busy.
+    """
     busy = self._pending | self._sampling
-    return tuple(slot for slot in range(len(self._held)) if slot not in busy)
+    slots = np.arange(self.slots).reshape(self._groups, -1).T.ravel()
+    return tuple(slot for slot in slots.tolist() if slot not in busy)
 
   def set_params(self, params: qwen2.Params, *, copy: bool = False):
     """Replaces the params; every slot forgets what it holds.
@@ -418,6 +426,7 @@ class Sampler:
         f'slots {self.active} are sampling under the old params; decode them '
         'to their end or reset them first.'
       )
+    self._params = None  # Or two copies would be held for a while.
     self._params = for_sampling(self._policy, params, self._mesh, copy=copy)
     self._held = [[] for _ in self._held]
 
@@ -491,7 +500,6 @@ class Sampler:
       chunks=collections.deque(_chunks(len(context) - 1 - kept)),
       key=key_data,
       budget=min(cap, self._cache_len - len(context)),
-      since=time.perf_counter(),
     )
     self._held[slot] = context[:kept]
 
@@ -528,26 +536,27 @@ class Sampler:
 
   def _fill(self, budget: float):
     """Prefills `budget` tokens, or until a first slot is ready."""
-    start = time.perf_counter()
     last = None
     self._arm_ready()
     while self._pending and (budget > 0 or not self._sampling):
-      size, last = self._prefill_group()
-      budget -= size
+      tokens, last = self._prefill_group()
+      budget -= tokens
       self._arm_ready()
     if last is not None:
+      start = time.perf_counter()
       last.block_until_ready()  # So that the counters tell the truth.
       self.counters.prefill_s += time.perf_counter() - start
 
   def _prefill_group(self):
-    """One chunk of the request that came first, and of others of that length.
+    """One chunk of the request nearest to its end, and of others of its length.
 
-    Returns the tokens computed for one of them, and an array to wait for.
+    So a long context does not hold up the short ones that came after it.
+    Returns the tokens computed in a group of devices, and an array to wait for.
     """
-    first = next(iter(self._pending.values()))
+    first = min(self._pending.values(), key=lambda r: len(r.chunks))
     size = first.chunks[0][0]
-    rows = 1 if self._policy.config.on_cpu else _GROUP_TOKENS // size
-    per_group = len(self._held) // self._groups
+    rows = 1 if self._policy.config.on_cpu else GROUP_TOKENS // size
+    per_group = self.slots // self._groups
     tokens_GT = np.zeros((self._groups * rows, size), np.int32)
     start_G, count_G, row_G = np.zeros((3, self._groups * rows), np.int32)
     used = [0] * self._groups
@@ -564,6 +573,7 @@ class Sampler:
       self._held[slot] = request.context[:end]
       request.filled = end
       self.counters.prefilled_tokens += count
+    start = time.perf_counter()
     self._cache, last = prefill_chunks(
       self._policy,
       self._mesh,
@@ -574,14 +584,14 @@ class Sampler:
       count_G,
       row_G,
     )
-    return size, last
+    self.counters.prefill_s += time.perf_counter() - start
+    return rows * size, last
 
   def _arm_ready(self):
     """Orders steps for the slots whose context is in the cache."""
     for slot in [s for s, r in self._pending.items() if not r.chunks]:
       request = self._pending.pop(slot)
       self._sampling[slot] = request
-      request.prefill_s = time.perf_counter() - request.since
       self._made_B[slot] = 0
       self._orders_B6[slot, :4] = (
         _ARM,
@@ -593,6 +603,9 @@ class Sampler:
 
   def _step(self, max_steps: int) -> list[Response]:
     start = time.perf_counter()
+    for request in self._sampling.values():
+      if request.first_step is None:
+        request.first_step = start
     self._cache, self._slots, report_B2 = decode_steps(
       self._policy,
       self._mesh,
@@ -635,7 +648,7 @@ class Sampler:
           ids=ids,
           logps=logps_BM[slot, : made_B[slot]].copy(),
           truncated=not self._stop_V[ids[-1]],
-          prefill_s=request.prefill_s,
+          first_step=request.first_step,
         )
       )
     return responses
@@ -643,7 +656,7 @@ class Sampler:
   def _check(self, slot):
     if not 0 <= slot < len(self._held):
       raise ValueError(
-        f'slot {slot} does not exist; slots are 0..{len(self._held) - 1}.'
+        f'slot {slot} does not exist; slots are 0..{self.slots - 1}.'
       )
 
 

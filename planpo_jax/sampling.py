@@ -56,6 +56,11 @@ class Settings:
   top_k: int = 0
   min_p: float = 0.0
 
+  @property
+  def filters(self) -> bool:
+    """Whether some ids may be left out."""
+    return bool(self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
   def check(self, prefix: str = ''):
     """Raises ValueError if a value is out of its range.
 

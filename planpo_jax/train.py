@@ -95,7 +95,11 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
   estimate = advantages.get(method, **config.advantage[method])
   loss = losses.get(config.loss.name, **config.loss[config.loss.name])
   config_lib.check_workdir(workdir, config)
-  config = config_lib.with_slots_of(workdir, config)
+  config = config.copy_and_resolve_references()
+  for key in ('dump', 'replay'):
+    if config.rollout[key]:
+      path = pathlib.Path(config.rollout[key]).expanduser().absolute()
+      config.rollout[key] = str(path)
   network = build.network(
     config, checkpoint.stacked_layers(workdir / 'checkpoints')
   )
@@ -106,10 +110,17 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
       pathlib.Path(config.rollout.replay),
       steps=config.train.steps,
       context=config.chat.context,
+      temperature=config.sampler.temperature,
       num_tokens=network.policy.num_tokens,
     )
   else:
+    kept = config_lib.slots_of(workdir)
+    if config.sampler.slots is None and kept is not None:
+      if kept % sharding.slot_groups(mesh) == 0:  # Else another mesh's.
+        config.sampler.slots = kept
     config.sampler.slots = capacity.slots(config, network.policy, mesh)
+  if config.rollout.dump:
+    config_lib.check_dump(workdir, pathlib.Path(config.rollout.dump))
   return _Plan(config, network, mesh, estimate, loss, replay)
 
 
@@ -188,6 +199,7 @@ def _train(
       seed=(seed, evaluate.TRAIN_SEED, step),
       max_turns=config.env.max_turns,
       settings=config_lib.settings(config.sampler),
+      deadline_s=config.rollout.deadline_s,
     )
 
   source: experience.Source
@@ -198,7 +210,13 @@ def _train(
   else:
     source = experience.Live(player.set_params, play)
 
-  def record(name: str, step: int, played: list[episodes.Episode]) -> None:
+  def record(
+    name: str,
+    step: int,
+    played: list[episodes.Episode],
+    temperature: float,
+    staleness: int = 0,
+  ) -> None:
     if config.rollout.dump:
       dump.write(
         pathlib.Path(config.rollout.dump),
@@ -206,6 +224,8 @@ def _train(
         step,
         played,
         context=config.chat.context,
+        temperature=float(temperature),
+        staleness=staleness,
       )
 
   def evaluation(name: str, step: int) -> evaluate.Summary | None:
@@ -219,19 +239,20 @@ def _train(
     def measure() -> evaluate.Summary:
       source.wait()
       player.set_params(state.params)
-      played = player.play(
+      collected = player.play(
         f'evaluation {name}',
         eval_jobs,
         seed=(seed, evaluate.SEED),
         max_turns=config.eval.max_turns,
         settings=config_lib.settings(config.eval),
-      ).episodes
+      )
+      played = collected.episodes
       result = evaluate.summarize(played)
-      writer.write(step, 'eval', result.scalars())
+      writer.write(step, 'eval', result.scalars() | collected.stats.scalars())
       metrics.write_transcripts(
         workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
       )
-      record(f'eval_{name}', step, played)
+      record(f'eval_{name}', step, played, config.eval.temperature)
       terminal.say(f'evaluation {name}: {result}')
       return result
 
@@ -249,11 +270,21 @@ def _train(
       with timers.measure('rollout'):
         taken = source.take(step, state.params)
         played = taken.episodes
-      learnt = episodes.without_faults(played)
+      # At once: they are wanted most if the step fails.
+      record(
+        f'train_{step + 1:06d}',
+        step + 1,
+        played,
+        config.sampler.temperature,
+        taken.staleness,
+      )
+      learnt = episodes.learnable(played)
       if not learnt:
         raise ConnectionError(
-          f'all {len(played)} episodes of step {step + 1} were lost to faults '
-          f'of the environment; the last: {played[-1].fault}'
+          f'none of the {len(played)} episodes of step {step + 1} can be '
+          'learnt from: they were lost to faults of the environment or met '
+          f'their deadline before a turn; the last: {played[-1].ending.value} '
+          f'{played[-1].fault}'
         )
 
       with timers.measure('advantage'):
@@ -304,9 +335,10 @@ def _train(
         done,
         played[: config.report.transcripts],
       )
-      record(f'train_{done:06d}', done, played)
       terminal.say(clock.line(done, steps, scalars, timers))
-      for warning in metrics.warnings(scalars, config.model.dtype):
+      for warning in metrics.warnings(
+        scalars, config.model.dtype, config_lib.settings(config.sampler).filters
+      ):
         terminal.say(f'warning: {warning}')
       if stop.requested():
         raise rollout.StoppedError
@@ -321,7 +353,7 @@ def _train(
       else 'stopped before the first step was done; there is nothing to save'
     )
     return 128 + stop.number
-  except (ConnectionError, ValueError):
+  except (OSError, ValueError):
     # Between updates the state is whole: what was learnt is worth keeping.
     if done:
       checkpoints.save(done, state)
@@ -332,8 +364,8 @@ def _train(
     writer.close()
     checkpoints.close()
     lock.close()
+    terminal.say(str(compiled))
 
-  terminal.say(str(compiled))
   if before is not None:
     summary = {'before': before, 'after': after}
     split = config.env.eval_split

@@ -5,12 +5,7 @@ GPU, so it is read in the lowered program, and what is passed to it is run by
 jax's own implementation of the same function.
 """
 
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from planpo_jax import sharding
 from planpo_jax.models import attention, splash
+from tests import eight_devices
 
 # rows, length, query heads, key/value heads, head size. The lengths end inside
 # a block of every kernel; splash sees two by two blocks of 384 at 530.
@@ -291,21 +287,7 @@ print(json.dumps(report))
 
 @pytest.fixture(scope='module')
 def report():
-  root = pathlib.Path(__file__).parents[1]
-  done = subprocess.run(
-    [sys.executable, '-c', _SCRIPT],
-    env={
-      **os.environ,
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': '8',
-      'PYTHONPATH': str(root),
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return eight_devices.report_of(_SCRIPT)
 
 
 # Two key/value heads over four devices: one each. Three over four, with three

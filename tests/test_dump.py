@@ -70,8 +70,9 @@ def played() -> list[episodes.Episode]:
   return [*whole, fault]
 
 
-def write(folder, name, step, played, context='conversation'):
-  return dump.write(folder, name, step, played, context=context)
+def write(folder, name, step, played, context='conversation', **changes):
+  header = {'context': context, 'temperature': 1.0} | changes
+  return dump.write(folder, name, step, played, **header)
 
 
 def fields(value):
@@ -171,6 +172,8 @@ class TestFormat:
       'step': 3,
       'episodes': 4,
       'context': 'conversation',
+      'temperature': 1.0,
+      'staleness': 0,
     }
     assert len(lines) == 5
     assert first['task']['options'] == [['b', 'x'], ['c', 'y']]
@@ -218,6 +221,17 @@ class TestFolder:
     for step in (1, 2):
       write(tmp_path, f'train_{step:06d}', step, played(), context)
     assert dump.Dump(tmp_path).context == context
+
+  def test_temperature_and_staleness(self, tmp_path):
+    for step in (1, 2):
+      name = f'train_{step:06d}'
+      write(tmp_path, name, step, [], temperature=0.7, staleness=step - 1)
+    found = dump.Dump(tmp_path)
+    assert found.temperature == 0.7
+    assert [found.staleness(step) for step in (1, 2)] == [0, 1]
+    write(tmp_path, 'train_000003', 3, [])
+    with pytest.raises(dump.DumpError, match='context or temperature'):
+      dump.Dump(tmp_path)
 
   def test_one_file(self, path):
     write(path.parent, 'train_000001', 1, played())
@@ -275,6 +289,8 @@ class TestErrors:
       ('version', 2, 'version 2 of the format, and version 1 is what is read'),
       ('step', '3', "line 1: step is '3'"),
       ('context', None, 'line 1: context is None'),
+      ('temperature', 'x', "line 1: temperature is 'x'"),
+      ('staleness', None, 'line 1: staleness is None'),
       ('episodes', 5, 'tells of 5 episodes and there are 4'),
     ],
   )
@@ -300,7 +316,7 @@ class TestErrors:
     write(path.parent, 'train_000004', 4, played(), 'window')
     with pytest.raises(
       dump.DumpError,
-      match='3.jsonl.gz: conversation, train_000004.jsonl.gz: window',
+      match='3.jsonl.gz: conversation, 1.0, train_000004.jsonl.gz: window',
     ):
       dump.Dump(path.parent)
 
@@ -381,7 +397,8 @@ class TestKill:
           while True:
             yield from super().__iter__()
       dump.write(pathlib.Path({str(path.parent)!r}), 'train_000003', 3,
-                 Endless([make_episodes.episode([40] * 10)]), context='window')
+                 Endless([make_episodes.episode([40] * 10)]),
+                 context='window', temperature=1.0)
     """)
     root = pathlib.Path(__file__).parent.parent
     part = path.with_name(path.name + '.part')

@@ -300,20 +300,29 @@ def played(step):
   ]
 
 
+def write(folder, step, episodes, **changes):
+  header = {'context': 'window', 'temperature': 1.0} | changes
+  dump.write(folder, f'train_{step:06d}', step, episodes, **header)
+
+
 @pytest.fixture
 def folder(tmp_path):
   """A dump of steps 1 to 3, and an evaluation that is not trained from."""
   for step in (1, 2, 3):
-    dump.write(
-      tmp_path, f'train_{step:06d}', step, played(step), context='window'
-    )
-  dump.write(tmp_path, 'eval_before', 0, played(9), context='window')
+    write(tmp_path, step, played(step), staleness=int(step > 1))
+  dump.write(
+    tmp_path, 'eval_before', 0, played(9), context='window', temperature=0.5
+  )
   return tmp_path
 
 
-def replay(path, steps=3, context='window', num_tokens=1024):
+def replay(path, steps=3, context='window', temperature=1.0, num_tokens=1024):
   return experience.Replay(
-    path, steps=steps, context=context, num_tokens=num_tokens
+    path,
+    steps=steps,
+    context=context,
+    temperature=temperature,
+    num_tokens=num_tokens,
   )
 
 
@@ -322,7 +331,7 @@ def test_replay_gives_step_0_what_was_dumped_as_step_1(folder):
   for step in (0, 2, 1):
     taken = source.take(step, params=None)
     assert taken.episodes == played(step + 1)
-    assert taken.staleness == 0 and taken.stats is None
+    assert taken.staleness == int(step > 0) and taken.stats is None
   source.wait()
   source.close()
 
@@ -361,6 +370,16 @@ def test_replay_refuses_another_context(folder):
   replay(folder, context=fix)
 
 
+def test_replay_refuses_another_temperature(folder):
+  with pytest.raises(dump.DumpError) as error:
+    replay(folder, temperature=0.7)
+  message = str(error.value)
+  assert 'sampled at temperature 1.0' in message
+  assert 'sampler.temperature=0.7' in message
+  fix = re.search(r'set sampler.temperature=([\d.]+)\.', message)[1]
+  replay(folder, temperature=float(fix))
+
+
 @pytest.mark.parametrize('field', ['prompt_ids', 'response_ids'])
 def test_replay_refuses_ids_that_the_tokenizer_lacks(tmp_path, field):
   """The largest id may be the last of the tokenizer, wherever it stands."""
@@ -369,8 +388,8 @@ def test_replay_refuses_ids_that_the_tokenizer_lacks(tmp_path, field):
   if field == 'response_ids':
     largest = dataclasses.replace(largest, response_logps=(-1.0, -2.0, -3.0))
   odd = dataclasses.replace(episode, turns=(largest, episode.turns[1]))
-  dump.write(tmp_path, 'train_000001', 1, [episode], context='window')
-  dump.write(tmp_path, 'train_000002', 2, [episode, odd], context='window')
+  write(tmp_path, 1, [episode])
+  write(tmp_path, 2, [episode, odd])
   assert replay(tmp_path, 2, num_tokens=701).take(1, None).episodes[1] == odd
   source = replay(tmp_path, 2, num_tokens=700)
   source.take(0, None)

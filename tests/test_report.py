@@ -430,7 +430,9 @@ def played(text='look', **changes) -> episodes.Episode:
 
 
 def write_dump(folder, name, step, played) -> pathlib.Path:
-  return dump.write(folder, name, step, played, context='window')
+  return dump.write(
+    folder, name, step, played, context='window', temperature=1.0
+  )
 
 
 def configure_dump(run: pathlib.Path, folder: str) -> None:

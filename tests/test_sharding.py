@@ -4,12 +4,10 @@ The devices have to exist before jax starts, hence the process of its own.
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests import eight_devices
 
 _SCRIPT = """
 import dataclasses
@@ -182,21 +180,7 @@ SHAPES = ['(8, 1, 1)', '(1, 8, 1)', '(1, 2, 4)', '(2, 2, 2)']
 
 @pytest.fixture(scope='module', params=['unrolled', 'scanned'])
 def report(request):
-  root = pathlib.Path(__file__).parents[1]
-  done = subprocess.run(
-    [sys.executable, '-c', _SCRIPT, request.param],
-    env={
-      **os.environ,
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': '8',
-      'PYTHONPATH': str(root),
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return eight_devices.report_of(_SCRIPT, request.param)
 
 
 @pytest.mark.parametrize('shape', SHAPES)

@@ -991,3 +991,8 @@ class TestLaunch:
     )
     root = pathlib.Path(__file__).parent.parent
     subprocess.run([sys.executable, '-c', code], cwd=root, check=True)
+
+
+def test_the_report_reads_the_format_that_is_written():
+  assert runs.DUMP_FORMAT == (dump.FORMAT, dump.VERSION)
+  assert runs.DUMP_SUFFIX == dump.SUFFIX

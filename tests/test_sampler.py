@@ -521,3 +521,46 @@ def test_filters_act_and_logps_are_those_of_what_they_leave():
     assert response.ids[i] in best
     expected = row_V[response.ids[i]] - np.log(np.exp(row_V[best]).sum())
     np.testing.assert_allclose(logp, expected, atol=1e-4)
+
+
+def test_contexts_of_all_lengths_take_a_program_a_chunk_length():
+  """Lengths 5 to 60 need chunks of 16, 32 and 64, and one decoding program."""
+  # Shapes of this test's own, so that nothing is compiled yet.
+  sampler = _sampler(slots=3, cache_len=200)
+  before = compilations.watch().programs
+  lengths = np.random.default_rng(0).permutation(np.arange(5, 61))
+  for i, length in enumerate(lengths.tolist()):
+    slot = i % 3
+    sampler.reset(slot)
+    _respond(sampler, slot, _context(i, length), KEY, cap=2)
+    if i == 20:
+      warm = compilations.watch().programs
+  assert compilations.watch().programs - before == 4
+  assert compilations.watch().programs == warm
+
+
+def test_bfloat16_samples_near_what_the_learner_scores():
+  """The bound is that of the warning, the rest is what rounding makes."""
+  policy = qwen2.create(
+    dataclasses.replace(CONFIG, dtype='bfloat16'), NUM_TOKENS
+  )
+  params = _policy()[1]
+  sampler = sampler_lib.Sampler(
+    policy,
+    params,
+    slots=4,
+    cache_len=300,
+    max_new_tokens=12,
+    settings=sampling.Settings(),
+    stop_ids=[],
+  )
+  gaps = []
+  for turn in range(4):
+    context = _context(60 + turn, 50)
+    response = _respond(sampler, turn, context, jax.random.fold_in(KEY, turn))
+    ids = context + response.ids.tolist()
+    tokens = np.asarray([ids], np.int32)
+    scores = _scores(policy, params, tokens, np.ones_like(tokens), 1.0)[0]
+    gaps += np.abs(response.logps - scores[len(context) :]).tolist()
+  assert 1e-4 < max(gaps) < 0.5
+  assert np.mean(gaps) < 0.05

@@ -994,5 +994,5 @@ class TestLaunch:
 
 
 def test_the_report_reads_the_format_that_is_written():
-  assert runs.DUMP_FORMAT == (dump.FORMAT, dump.VERSION)
-  assert runs.DUMP_SUFFIX == dump.SUFFIX
+  assert runs_lib.DUMP_FORMAT == (dump.FORMAT, dump.VERSION)
+  assert runs_lib.DUMP_SUFFIX == dump.SUFFIX

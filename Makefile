@@ -22,6 +22,7 @@ lint: $(VENV)/dev.stamp
 
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/model.py $(ARGS)
 
 clean:

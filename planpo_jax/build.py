@@ -274,6 +274,7 @@ class Player:
     self._terminal = terminal
     self._should_stop = should_stop
     self._lengths = rollout.Lengths()
+    self._compiled = False
     workers = env.description.workers
     if workers < config.sampler.slots:
       terminal.say(
@@ -308,6 +309,9 @@ class Player:
     deadline_s: float = 0.0,
   ) -> rollout.Collected:
     """Plays `jobs`; see `rollout.collect`."""
+    if deadline_s and not self._compiled:
+      self._sampler.compile()  # Not in the time of the first episodes.
+      self._compiled = True
     self._sampler.settings = settings
     start = time.perf_counter()
     before = self._sampler.counters.decoded_tokens

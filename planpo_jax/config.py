@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import jax
 import ml_collections
+import numpy as np
 
 from envs_server import env
 from planpo_jax import advantages, chat, losses, sampling
@@ -153,7 +154,7 @@ def settings(section: ml_collections.ConfigDict) -> sampling.Settings:
   return sampling.Settings(
     temperature=float(section.temperature),
     top_p=float(section.top_p),
-    top_k=int(section.top_k),
+    top_k=min(int(section.top_k), np.iinfo(np.int32).max),
     min_p=float(section.min_p),
   )
 

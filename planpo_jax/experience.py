@@ -131,6 +131,7 @@ class Replay:
     steps: int,
     context: str,
     temperature: float,
+    split: str,
     num_tokens: int,
   ):
     """Opens a dump.
@@ -140,12 +141,14 @@ class Replay:
       steps: of the run; the dump must hold 1..steps.
       context: `chat.context` of the run, which must be that of the dump.
       temperature: `sampler.temperature` of the run, likewise.
+      split: `env.train_split` of the run, of which its tasks must be.
       num_tokens: ids of its tokenizer.
 
     Raises:
       dump.DumpError: there is no such dump, or it lacks a step.
     """
     self._num_tokens = num_tokens
+    self._split = split
     self._path = path
     self._dump = dump.Dump(path)
     missing = sorted(set(range(1, steps + 1)) - set(self._dump.steps))
@@ -173,6 +176,14 @@ class Replay:
   def take(self, step: int, params: qwen2.Params) -> Experience:
     del params  # What was sampled is given.
     played = self._dump.episodes(step + 1)
+    for episode in played:
+      if episode.task.split != self._split:
+        raise dump.DumpError(
+          f'step {step + 1} of rollout.replay={str(self._path)!r} holds tasks '
+          f'of the split {episode.task.split!r}, not of env.train_split='
+          f'{self._split!r}: an evaluation is not to be trained on; give the '
+          'folder of the dump, or set env.train_split.'
+        )
     largest = max(
       (
         max((*turn.prompt_ids, *turn.response_ids), default=0)

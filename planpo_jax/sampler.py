@@ -527,6 +527,27 @@ class Sampler:
         return responses
     return []
 
+  def compile(self):
+    """Compiles, or reads from the cache, all that sampling may need.
+
+    Else each program is compiled when it is first used, in the time of whoever
+    waits for it.
+    """
+    for size in PREFILL_CHUNKS:
+      rows = self._groups * self._rows(size)
+      nothing_G = np.zeros(rows, np.int32)
+      self._cache, _ = prefill_chunks(
+        self._policy,
+        self._mesh,
+        self._params,
+        self._cache,
+        np.zeros((rows, size), np.int32),
+        nothing_G,
+        nothing_G,
+        nothing_G,
+      )
+    self._step(0)
+
   def prefill(self):
     """Prefills all that was submitted, whatever it holds up.
 
@@ -555,7 +576,7 @@ class Sampler:
     """
     first = min(self._pending.values(), key=lambda r: len(r.chunks))
     size = first.chunks[0][0]
-    rows = 1 if self._policy.config.on_cpu else GROUP_TOKENS // size
+    rows = self._rows(size)
     per_group = self.slots // self._groups
     tokens_GT = np.zeros((self._groups * rows, size), np.int32)
     start_G, count_G, row_G = np.zeros((3, self._groups * rows), np.int32)
@@ -586,6 +607,10 @@ class Sampler:
     )
     self.counters.prefill_s += time.perf_counter() - start
     return rows * size, last
+
+  def _rows(self, size: int) -> int:
+    """Chunks of one length in a call, for each group of devices."""
+    return 1 if self._policy.config.on_cpu else GROUP_TOKENS // size
 
   def _arm_ready(self):
     """Orders steps for the slots whose context is in the cache."""

@@ -111,6 +111,7 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
       steps=config.train.steps,
       context=config.chat.context,
       temperature=config.sampler.temperature,
+      split=config.env.train_split,
       num_tokens=network.policy.num_tokens,
     )
   else:

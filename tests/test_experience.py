@@ -316,12 +316,20 @@ def folder(tmp_path):
   return tmp_path
 
 
-def replay(path, steps=3, context='window', temperature=1.0, num_tokens=1024):
+def replay(
+  path,
+  steps=3,
+  context='window',
+  temperature=1.0,
+  split='train',
+  num_tokens=1024,
+):
   return experience.Replay(
     path,
     steps=steps,
     context=context,
     temperature=temperature,
+    split=split,
     num_tokens=num_tokens,
   )
 
@@ -378,6 +386,12 @@ def test_replay_refuses_another_temperature(folder):
   assert 'sampler.temperature=0.7' in message
   fix = re.search(r'set sampler.temperature=([\d.]+)\.', message)[1]
   replay(folder, temperature=float(fix))
+
+
+def test_replay_refuses_tasks_of_another_split(folder):
+  source = replay(folder, split='dev')
+  with pytest.raises(dump.DumpError, match="split 'train', not of .*'dev'"):
+    source.take(0, None)
 
 
 @pytest.mark.parametrize('field', ['prompt_ids', 'response_ids'])

@@ -564,3 +564,19 @@ def test_bfloat16_samples_near_what_the_learner_scores():
     gaps += np.abs(response.logps - scores[len(context) :]).tolist()
   assert 1e-4 < max(gaps) < 0.5
   assert np.mean(gaps) < 0.05
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again_and_changes_nothing():
+  context = _context(70, 300)
+  sampler = _sampler(slots=2, cache_len=700)
+  sampler.submit(0, context, KEY)
+  sampler.decode(max_steps=3)
+  sampler.compile()
+  compiled = compilations.watch().programs
+  response = _finish(sampler, 0)
+  for length in (3, 20, 40, 100, 200, 600):
+    _respond(sampler, 1, _context(length, length), KEY, cap=2)
+  assert compilations.watch().programs == compiled
+  expected = _respond(_sampler(slots=2, cache_len=700), 0, context, KEY)
+  np.testing.assert_array_equal(response.ids, expected.ids)
+  np.testing.assert_array_equal(response.logps, expected.logps)

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import modeling_gguf_pytorch_utils
 
-from planpo_jax import chat, sampler, tokenizer, weights
+from planpo_jax import chat, sampler, sampling, tokenizer, weights
 from planpo_jax.models import qwen2
 
 NEW_TOKENS = 64
@@ -133,7 +133,7 @@ def test_greedy_tokens_equal_those_of_transformers(tok, folder, monkeypatch):
     slots=len(prompts),
     cache_len=256,
     max_new_tokens=NEW_TOKENS,
-    temperature=0.0,
+    settings=sampling.Settings(0.0),
     stop_ids=(),  # Past the end too: every row compares all tokens.
   )
   for slot, context in enumerate(prompts):

@@ -58,6 +58,7 @@ def main() -> None:
 
   from planpo_jax import (
     batch,
+    decoding,
     losses,
     optimizer,
     sampler,
@@ -131,7 +132,7 @@ def main() -> None:
   cache = jax.eval_shape(lambda: policy.init_cache(SLOTS, CACHE))
   cache = placed(cache, sharding.cache_shardings(mesh, cache))
 
-  no_slots = jax.eval_shape(lambda: sampler.no_slots(SLOTS, MAX_RESPONSE))
+  no_slots = jax.eval_shape(lambda: decoding.no_slots(SLOTS, MAX_RESPONSE))
   slots = placed(
     no_slots,
     jax.tree.map(lambda _: sharding.batch_sharding(mesh), no_slots),
@@ -156,7 +157,7 @@ def main() -> None:
     if 'sampler' not in parts:
       return
     start = time.perf_counter()
-    compiled = sampler.decode_steps.lower(
+    compiled = decoding.decode_steps.lower(
       policy,
       mesh,
       params,
@@ -169,7 +170,7 @@ def main() -> None:
     ).compile()
     report(f'decoding steps of {SLOTS} slots x {CACHE}', start, compiled)
     start = time.perf_counter()
-    compiled = sampler.prefill_chunks.lower(
+    compiled = decoding.prefill_chunks.lower(
       policy,
       mesh,
       params,

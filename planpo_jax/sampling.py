@@ -28,11 +28,7 @@ _TINY = 1e-37
 _TOP_P_STEPS = 2**15
 
 
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=['temperature', 'top_p', 'top_k', 'min_p'],
-  meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """How a distribution is drawn from; traced, so changes compile nothing.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from planpo_jax import compilations, sampling, sharding
+from planpo_jax import compilations, decoding, sampling, sharding
 from planpo_jax import sampler as sampler_lib
 from planpo_jax.models import qwen2
 
@@ -38,8 +38,7 @@ def _policy():
   return policy, jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, params)
 
 
-def _sampler(**changes):
-  policy, params = _policy()
+def _sampler(policy=None, params=None, **changes):
   arguments = {
     'slots': 4,
     'cache_len': 300,
@@ -47,7 +46,11 @@ def _sampler(**changes):
     'settings': sampling.Settings(),
     'stop_ids': [STOP],
   }
-  return sampler_lib.Sampler(policy, params, **arguments | changes)
+  return sampler_lib.Sampler(
+    policy or _policy()[0],
+    _policy()[1] if params is None else params,
+    **arguments | changes,
+  )
 
 
 def _context(seed, length):
@@ -334,14 +337,8 @@ def test_spare_ids_are_never_sampled():
   # Spare rows with by far the largest logits, were they not masked.
   spoilt = dict(params, embedding_VD=params['embedding_VD'].copy())
   spoilt['embedding_VD'][NUM_TOKENS:] *= 100
-  sampler = sampler_lib.Sampler(
-    policy,
-    spoilt,
-    slots=4,
-    cache_len=300,
-    max_new_tokens=12,
-    settings=sampling.Settings(5.0),
-    stop_ids=[],
+  sampler = _sampler(
+    policy, params=spoilt, settings=sampling.Settings(5.0), stop_ids=[]
   )
   responses = []
   for turn in range(5):
@@ -360,14 +357,8 @@ def test_untied_heads_and_one_kv_head_agree_as_well():
   )
   policy = qwen2.create(config, NUM_TOKENS)
   params = _init_params(policy, jax.random.key(1))
-  sampler = sampler_lib.Sampler(
-    policy,
-    params,
-    slots=2,
-    cache_len=64,
-    max_new_tokens=8,
-    settings=sampling.Settings(),
-    stop_ids=[],
+  sampler = _sampler(
+    policy, params=params, slots=2, cache_len=64, max_new_tokens=8, stop_ids=[]
   )
   context = _context(20, 24)
   response = _respond(sampler, 1, context, KEY)
@@ -418,22 +409,14 @@ def test_contexts_are_read_together_where_weights_serve_many_rows(monkeypatch):
   """As on TPU and GPU; there is one call for four contexts of a length."""
   policy = qwen2.create(dataclasses.replace(CONFIG, on_cpu=False), NUM_TOKENS)
   calls = []
-  prefill = sampler_lib.prefill_chunks
+  prefill = decoding.prefill_chunks
 
   def counted(*arguments):
     calls.append(arguments[4].shape)
     return prefill(*arguments)
 
-  monkeypatch.setattr(sampler_lib, 'prefill_chunks', counted)
-  sampler = sampler_lib.Sampler(
-    policy,
-    _policy()[1],
-    slots=5,
-    cache_len=300,
-    max_new_tokens=12,
-    settings=sampling.Settings(),
-    stop_ids=[],
-  )
+  monkeypatch.setattr(decoding, 'prefill_chunks', counted)
+  sampler = _sampler(policy, slots=5, stop_ids=[])
   contexts = [_context(40 + slot, 50 + slot) for slot in range(4)]
   for slot, context in enumerate(contexts):
     sampler.submit(slot + 1, context, jax.random.fold_in(KEY, slot))
@@ -452,7 +435,7 @@ def test_matrices_are_cast_once_and_results_stay_the_same():
     dataclasses.replace(CONFIG, dtype='bfloat16'), NUM_TOKENS
   )
   params = jax.tree.map(jnp.asarray, _policy()[1])
-  cast = sampler_lib.for_sampling(policy, params, None)
+  cast = decoding.for_sampling(policy, params, None)
   types = {
     path[-1].key: x.dtype
     for path, x in jax.tree_util.tree_leaves_with_path(cast)
@@ -469,7 +452,7 @@ def test_matrices_are_cast_once_and_results_stay_the_same():
 
   np.testing.assert_array_equal(logits(params), logits(cast))
   # Nothing to cast: the same arrays, unless they must not be.
-  same = sampler_lib.for_sampling(_policy()[0], params, None)
+  same = decoding.for_sampling(_policy()[0], params, None)
   assert same['final_norm_D'] is params['final_norm_D']
 
 
@@ -545,15 +528,7 @@ def test_bfloat16_samples_near_what_the_learner_scores():
     dataclasses.replace(CONFIG, dtype='bfloat16'), NUM_TOKENS
   )
   params = _policy()[1]
-  sampler = sampler_lib.Sampler(
-    policy,
-    params,
-    slots=4,
-    cache_len=300,
-    max_new_tokens=12,
-    settings=sampling.Settings(),
-    stop_ids=[],
-  )
+  sampler = _sampler(policy, params=params, stop_ids=[])
   gaps = []
   for turn in range(4):
     context = _context(60 + turn, 50)

@@ -51,6 +51,7 @@ written back.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -124,7 +125,7 @@ def write(
     'step': step,
     'episodes': len(played),
     'context': context,
-    'temperature': temperature,
+    'temperature': float(temperature),
     'staleness': staleness,
   }
   try:
@@ -152,6 +153,40 @@ def write(
   return path
 
 
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+  """Writes what one run plays.
+
+  Attributes:
+    folder: of the dump; None writes nothing.
+    context: see `write`.
+  """
+
+  folder: pathlib.Path | None
+  context: str
+
+  def write(
+    self,
+    name: str,
+    step: int,
+    played: Sequence[episodes.Episode],
+    *,
+    temperature: float,
+    staleness: int = 0,
+  ) -> None:
+    """See the function of this name."""
+    if self.folder is not None:
+      write(
+        self.folder,
+        name,
+        step,
+        played,
+        context=self.context,
+        temperature=temperature,
+        staleness=staleness,
+      )
+
+
 class Dump:
   """The training episodes that a dump holds, read when they are asked for.
 
@@ -175,7 +210,7 @@ class Dump:
     Raises:
       DumpError: there is no dump at `path`, the head of a file is damaged or of
         another format or version, two files are of the same step, or their
-        contexts differ.
+        contexts or temperatures differ.
     """
     self._path = path
     if path.is_dir():
@@ -189,6 +224,7 @@ class Dump:
     else:
       raise DumpError(f'{path}: no such file or folder. {_RECIPE}')
     self._files: dict[int, pathlib.Path] = {}
+    self._staleness: dict[int, int] = {}
     kinds: dict[tuple[str, float], pathlib.Path] = {}
     for file in files:
       header = _header(file, next(_lines(file), b''))
@@ -200,6 +236,7 @@ class Dump:
           f'{step}, and a step is trained on once; move one of them away.'
         )
       self._files[step] = file
+      self._staleness[step] = header['staleness']
     if len(kinds) > 1:
       found = ', '.join(
         f'{file.name}: {context}, {temperature}'
@@ -214,8 +251,7 @@ class Dump:
 
   def staleness(self, step: int) -> int:
     """How old the policy was, see `write`; `step` is one of `steps`."""
-    file = self._files[step]
-    return _header(file, next(_lines(file), b''))['staleness']
+    return self._staleness[step]
 
   def episodes(self, step: int) -> list[episodes.Episode]:
     """The episodes of a step, in the order written.

@@ -7,6 +7,7 @@ takes from each in the same way.
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import dataclasses
 import pathlib
@@ -36,9 +37,10 @@ class Experience:
     return stats | {'rollout/staleness': float(self.staleness)}
 
 
-class Source(Protocol):
+class Source(abc.ABC):
   """What the loop needs."""
 
+  @abc.abstractmethod
   def take(self, step: int, params: qwen2.Params) -> Experience:
     """The episodes of step `step`, from 0; `params` are the policy's now.
 
@@ -48,9 +50,11 @@ class Source(Protocol):
 
   def wait(self) -> None:
     """Returns when nothing is being played."""
+    return  # Nothing ever is between calls of `take`, but for `Ahead`.
 
   def close(self) -> None:
     """Returns when nothing is being played, which the caller has stopped."""
+    self.wait()
 
 
 # Plays a step's episodes with the params that were set last.
@@ -64,7 +68,7 @@ class SetParams(Protocol):
     """With `copy` they may be donated before all is played."""
 
 
-class Live:
+class Live(Source):
   """Plays each step's episodes with the policy as it is: strictly on-policy."""
 
   def __init__(self, set_params: SetParams, play: Play):
@@ -76,14 +80,8 @@ class Live:
     played = self._play(step)
     return Experience(played.episodes, 0, played.stats)
 
-  def wait(self) -> None:
-    pass
 
-  def close(self) -> None:
-    pass
-
-
-class Ahead:
+class Ahead(Source):
   """Plays the next step's episodes while this step's are learnt from.
 
   They are one step old when their turn comes, all but the first. A run that
@@ -121,7 +119,7 @@ class Ahead:
     self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-class Replay:
+class Replay(Source):
   """Reads each step's episodes from the dump of another run."""
 
   def __init__(
@@ -199,9 +197,3 @@ class Replay:
         'give the model that the dump was recorded with.'
       )
     return Experience(played, self._dump.staleness(step + 1), None)
-
-  def wait(self) -> None:
-    pass
-
-  def close(self) -> None:
-    pass

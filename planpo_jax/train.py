@@ -187,6 +187,8 @@ def _train(
   else:
     state = sharding.shard_params(mesh, update.create(ref_params, optim))
   writer = metrics.Writer(workdir, done)
+  folder = config.rollout.dump and pathlib.Path(config.rollout.dump)
+  recorder = dump.Recorder(folder or None, config.chat.context)
   clock = metrics.Clock()
 
   def play(step: int) -> rollout.Collected:
@@ -210,24 +212,6 @@ def _train(
     source = experience.Ahead(player.set_params, play, steps)
   else:
     source = experience.Live(player.set_params, play)
-
-  def record(
-    name: str,
-    step: int,
-    played: list[episodes.Episode],
-    temperature: float,
-    staleness: int = 0,
-  ) -> None:
-    if config.rollout.dump:
-      dump.write(
-        pathlib.Path(config.rollout.dump),
-        name,
-        step,
-        played,
-        context=config.chat.context,
-        temperature=float(temperature),
-        staleness=staleness,
-      )
 
   def evaluation(name: str, step: int) -> evaluate.Summary | None:
     """Plays held-out tasks, always the same with the same random keys.
@@ -253,7 +237,9 @@ def _train(
       metrics.write_transcripts(
         workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
       )
-      record(f'eval_{name}', step, played, config.eval.temperature)
+      recorder.write(
+        f'eval_{name}', step, played, temperature=config.eval.temperature
+      )
       terminal.say(f'evaluation {name}: {result}')
       return result
 
@@ -272,12 +258,12 @@ def _train(
         taken = source.take(step, state.params)
         played = taken.episodes
       # At once: they are wanted most if the step fails.
-      record(
+      recorder.write(
         f'train_{step + 1:06d}',
         step + 1,
         played,
-        config.sampler.temperature,
-        taken.staleness,
+        temperature=config.sampler.temperature,
+        staleness=taken.staleness,
       )
       learnt = episodes.learnable(played)
       if not learnt:

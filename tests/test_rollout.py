@@ -43,16 +43,22 @@ FORMAT = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 8)
 TASKS = [episodes.Task('toy', 'train', i, 'fetch') for i in range(3)]
 
 
-def make_sampler(slots=4, temperature=1.0):
-  return sampler.Sampler(
+def make_sampler(slots=4, kind=sampler.Sampler, **changes):
+  arguments = {'max_new_tokens': 8, 'stop_ids': TOK.stop_ids} | changes
+  return kind(
     POLICY,
     qwen2.init_params(POLICY, jax.random.key(0)),
     slots=slots,
     cache_len=512,
-    max_new_tokens=8,
-    settings=sampling.Settings(temperature),
-    stop_ids=TOK.stop_ids,
+    settings=sampling.Settings(),
+    **arguments,
   )
+
+
+def make_sampler_of_long_responses(kind, slots):
+  """No response ends before 400 tokens; the format that goes with it, too."""
+  fmt = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 400)
+  return make_sampler(slots, kind, max_new_tokens=400, stop_ids=[]), fmt
 
 
 class ScriptedSession:
@@ -399,26 +405,13 @@ def test_a_deadline_before_the_first_turn_leaves_nothing_to_learn():
 
 def test_a_deadline_in_mid_response_frees_the_slot():
   """The response is dropped; who has the slot next gets only its own."""
-  endless = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 400)
-
-  def sampler_of_long_responses():
-    return sampler.Sampler(
-      POLICY,
-      qwen2.init_params(POLICY, jax.random.key(0)),
-      slots=1,
-      cache_len=512,
-      max_new_tokens=400,
-      settings=sampling.Settings(),
-      stop_ids=[],
-    )
 
   class Slowed(sampler.Sampler):
     def decode(self, max_steps=None):
       time.sleep(0.02)
       return super().decode(1 if slow else max_steps)
 
-  made = sampler_of_long_responses()
-  made.__class__ = Slowed
+  made, endless = make_sampler_of_long_responses(Slowed, slots=1)
   slow = False
   jobs = [(TASKS[0], i) for i in range(3)]
   whole = play(ScriptedClient(), jobs[2:], made, endless)
@@ -513,7 +506,6 @@ def test_work_between_calls_is_overhead_and_waiting_is_not():
 
 def test_a_reset_that_returns_is_served_within_a_burst():
   """The other slot decodes long responses, in short bursts meanwhile."""
-  endless = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 400)
 
   class Slowed(sampler.Sampler):
     def decode(self, max_steps=None):
@@ -528,15 +520,7 @@ def test_a_reset_that_returns_is_served_within_a_burst():
       return responses
 
   asked = []
-  made = Slowed(
-    POLICY,
-    qwen2.init_params(POLICY, jax.random.key(0)),
-    slots=2,
-    cache_len=512,
-    max_new_tokens=400,
-    settings=sampling.Settings(),
-    stop_ids=[],
-  )
+  made, endless = make_sampler_of_long_responses(Slowed, slots=2)
   late = TASKS[1]
   play(ScriptedClient(), [(late, 0)], made, endless)  # Compiles.
   made.step_s = 0.0

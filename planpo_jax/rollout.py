@@ -385,9 +385,8 @@ class _Decoder:
   def __init__(self, policy_sampler: sampler.Sampler, ledger: _Ledger):
     self.ledger = ledger
     self._sampler = policy_sampler
-    # Requests that the sampler does not know yet, and drops, in their order:
-    # a slot that is dropped may be asked for at once by another episode.
-    self._orders: list[tuple[int, list[int] | None, np.ndarray, bool]] = []
+    # Requests that the sampler does not know yet.
+    self._orders: list[tuple[int, list[int], np.ndarray, bool]] = []
     self._asked: dict[int, asyncio.Future] = {}
     self._running: dict[int, asyncio.Future] = {}
     self._wake = asyncio.Event()
@@ -408,10 +407,10 @@ class _Decoder:
     try:
       response = await future
     except asyncio.CancelledError:
+      # Its slot decodes on, for nobody, until the next episode makes it fresh.
       for futures in (self._asked, self._running):
         if futures.get(slot) is future:
           del futures[slot]
-      self._orders.append((slot, None, key, True))
       raise
     self.ledger.add('prefill', start, response.first_step)
     self.ledger.add('decode', response.first_step, time.perf_counter())
@@ -447,8 +446,7 @@ class _Decoder:
     for slot, context, key, fresh in orders:
       if fresh:
         self._sampler.reset(slot)
-      if context is not None:
-        self._sampler.submit(slot, context, key)
+      self._sampler.submit(slot, context, key)
     burst_s = _LONG_BURST_S if alone else _BURST_S
     # Nothing is known of the first step, which compiles.
     step_s = self._sampler.step_s or burst_s

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from planpo_jax import checkpoint, metrics, optimizer, train, update
+from planpo_jax import checkpoint, dump, metrics, optimizer, train, update
 from planpo_jax import config as config_lib
 from planpo_jax.models import qwen2
 
@@ -144,6 +144,22 @@ def test_a_dump_that_does_not_fit_is_refused_before_anything_starts(
   assert not (tmp_path / 'bad').exists()
 
 
+def test_a_dump_is_of_one_run_and_refused_before_anything_starts(
+  whole, tmp_path
+):
+  config, workdir = whole
+  (tmp_path / 'file').write_text('')
+  for folder, words in (
+    (config.rollout.dump, 'is not empty, and a dump holds one run'),
+    (tmp_path / 'file', 'cannot be made'),
+  ):
+    with pytest.raises(config_lib.ConfigError, match=words):
+      run(smoke(**{'rollout.dump': str(folder)}), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+  # The run that wrote it may go on.
+  assert run(config, workdir) == 0
+
+
 def test_programs_are_compiled_in_the_first_step_only(whole):
   """Lengths, numbers of turns and of rows differ from step to step."""
   _, workdir = whole
@@ -168,7 +184,11 @@ def test_the_next_rollouts_may_overlap_the_update(whole, tmp_path):
     'optimizer.learning_rate': 1e-3,
     'optimizer.warmup_steps': 0,
   }
-  assert run(smoke(**changes), tmp_path / 'ahead') == 0
+  folder = tmp_path / 'dump'
+  ahead = smoke(**changes, **{'rollout.dump': str(folder)})
+  assert run(ahead, tmp_path / 'ahead') == 0
+  recorded = dump.Dump(folder)
+  assert [recorded.staleness(step) for step in (1, 2, 3)] == [0, 1, 1]
   lines = [
     json.loads(line)
     for line in (tmp_path / 'ahead' / 'metrics.jsonl').read_text().splitlines()

@@ -423,6 +423,23 @@ def test_a_deadline_in_mid_response_frees_the_slot():
   assert play(ScriptedClient(), jobs[2:], made, endless) == whole
 
 
+def test_a_response_that_ends_after_its_deadline_is_nobodys():
+  """20 tokens of 20 ms, cut off after 0.3 s; the other episode came later."""
+
+  class Slowed(sampler.Sampler):
+    def decode(self, max_steps=None):
+      time.sleep(0.02)
+      return super().decode(1)
+
+  made = make_sampler(2, Slowed, max_new_tokens=20, stop_ids=[])
+  fmt = chat.Format(TOK, 'conversation', 'brief', '', 2, 512, 20)
+  late = TASKS[1]
+  play(ScriptedClient(), [(late, 0)], made, fmt)  # Compiles.
+  client = ScriptedClient(latency=lambda task, turn: 0.2 * (task is late))
+  cut = play(client, [(TASKS[0], 0), (late, 0)], made, fmt, deadline_s=0.3)
+  assert [e.ending for e in cut] == 2 * [episodes.Ending.DEADLINE]
+
+
 def test_window_context_keeps_the_longest_common_prefix():
   window = chat.Format(TOK, 'window', 'brief', '', 1, 512, 8)
   made = make_sampler(slots=1)

@@ -146,6 +146,8 @@ class Jax:
       segment_ids_BT=jnp.ones_like(tokens),
       loss_mask_BT=mask,
       turn_tokens_BT=jnp.full(tokens.shape, length - 1),
+      turn_BT=mask.astype(jnp.int32),
+      flat_BT=jnp.where(mask, jnp.arange(tokens.size).reshape(tokens.shape), 0),
       adv_BT=jnp.asarray(adv),
       sampler_logp_BT=jnp.asarray(old),
       old_logp_BT=jnp.asarray(old),
@@ -440,17 +442,7 @@ def memory():
 
   rows, length = 2, 4096
   optim = optimizer.make(1e-6)
-  kinds = {'loss_mask_BT': jnp.bool_} | dict.fromkeys(
-    ('adv_BT', 'sampler_logp_BT', 'old_logp_BT', 'ref_logp_BT'), jnp.float32
-  )
-  block = batch.Batch(
-    **{
-      field.name: jax.ShapeDtypeStruct(
-        (rows, length), kinds.get(field.name, jnp.int32)
-      )
-      for field in dataclasses.fields(batch.Batch)
-    }
-  )
+  block = batch.shapes(rows, length)
 
   def measure(label, head_chunk, **changes):
     config = dataclasses.replace(qwen2.SIZES[SIZE], dtype='bfloat16', **changes)

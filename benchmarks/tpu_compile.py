@@ -109,17 +109,10 @@ def main() -> None:
   )
   shardings = sharding.param_shardings(mesh, state)
   state = placed(state, shardings)
-  kinds = {'loss_mask_BT': jnp.bool_} | dict.fromkeys(
-    ('adv_BT', 'sampler_logp_BT', 'old_logp_BT', 'ref_logp_BT'), jnp.float32
-  )
   by_row = sharding.batch_sharding(mesh)
-  rows = batch.Batch(
-    **{
-      field.name: jax.ShapeDtypeStruct(
-        (args.rows, LENGTH), kinds.get(field.name, jnp.int32), sharding=by_row
-      )
-      for field in dataclasses.fields(batch.Batch)
-    }
+  rows = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_row),
+    batch.shapes(args.rows, LENGTH),
   )
   step = update.make_update(
     functools.partial(qwen2.token_logps, policy, temperature=1.0),

@@ -5,6 +5,7 @@ function; they appear here under `advantage.<name>` and `loss.<name>` without
 being listed, so a new method adds no line to this file.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +32,15 @@ def get_config() -> ml_collections.ConfigDict:
   config.env.train_split = 'train'
   config.env.eval_split = 'test'
   config.env.max_turns = 20  # Turns an episode in training.
+  # Turns instead of `max_turns`, each for `horizon_steps` steps, the last one
+  # to the end (horizon.at); empty: `max_turns` throughout.
+  config.env.horizons = ()
+  config.env.horizon_steps = 100
   config.env.step_timeout_s = 60.0  # Deadline of one step, seconds.
 
   config.chat = ml_collections.ConfigDict()
   config.chat.context = 'conversation'  # conversation | window
-  config.chat.prompt = 'full'  # full | brief (chat.PROMPTS)
+  config.chat.prompt = 'full'  # A file of planpo_jax/prompts.
   config.chat.history = 2  # (observation, action) pairs kept by `window`.
   config.chat.max_context = 4096  # Tokens of a context with its response.
   config.chat.max_response = 200  # Tokens of one response.
@@ -85,6 +90,17 @@ def get_config() -> ml_collections.ConfigDict:
   config.train.tasks_per_step = 16
   config.train.group_size = 8  # Rollouts a task.
   config.train.success_return = 10.0  # Return of a success; a failure gets 0.
+  # binary: the environment's success | graded: the return is the score's share
+  # of `score_max`, success a score of `success_threshold`.
+  config.train.outcome = 'binary'
+  config.train.success_threshold = 100.0  # Score points.
+  config.train.score_floor = 0.0  # Score points below which no return falls.
+  config.train.score_max = 100.0  # Score points of a full success.
+  # Times that `tasks_per_step` more tasks are played while fewer groups give
+  # the method something to learn from; 0: never. Dynamic sampling of DAPO.
+  config.train.max_refills = 0
+  # Leave out groups that give the method nothing to learn from, KL included.
+  config.train.drop_zero_groups = False
 
   config.advantage = ml_collections.ConfigDict()
   config.advantage.name = 'planpo'
@@ -103,6 +119,17 @@ def get_config() -> ml_collections.ConfigDict:
   config.optimizer.max_grad_norm = 1.0
   config.optimizer.b1 = 0.9
   config.optimizer.b2 = 0.999
+
+  # Of methods that learn values; its forward pass is the learner's.
+  config.critic = ml_collections.ConfigDict()
+  config.critic.learning_rate = 1e-5
+  config.critic.warmup_steps = 0  # Updates.
+  config.critic.weight_decay = 0.01
+  config.critic.max_grad_norm = 1.0
+  config.critic.b1 = 0.9
+  config.critic.b2 = 0.999
+  config.critic.clip = 0.5  # How far a value may move, units of the return.
+  config.critic.scale = 1.0  # Of the squared error; 0.5 in AgentGym-RL.
 
   config.learner = ml_collections.ConfigDict()
   config.learner.minibatches = 2  # Optimizer updates a step.
@@ -159,7 +186,11 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.env.options = ''
   config.env.task_types = ()
   config.env.max_turns = 6
-  config.chat.prompt = 'brief'
+  if config.env.horizons:
+    config.env.horizons = (2, 4, 6)
+    config.env.horizon_steps = 1
+  if config.chat.prompt == 'full':  # Another one belongs to its method.
+    config.chat.prompt = 'brief'
   config.chat.max_context = 512
   config.chat.max_response = 12
   config.model.checkpoint = ''
@@ -173,6 +204,7 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.train.steps = 3
   config.train.tasks_per_step = 2
   config.train.group_size = 4
+  config.train.max_refills = min(config.train.max_refills, 1)
   config.learner.row_len = 512
   # Rows must divide over the devices, whatever this machine has.
   config.learner.micro_rows = max(4, jax.device_count())
@@ -183,12 +215,57 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   return config
 
 
+# Presets that go with any method; those of a method are in its own file.
+PRESETS: dict[str, dict[str, Any]] = {
+  # AgentGym-RL, arXiv 2509.08755: the horizon grows in three phases.
+  'scaling_inter': {
+    'env.horizons': (10, 20, 30),
+    'env.horizon_steps': 100,
+  },
+}
+
+
+def presets() -> dict[str, dict[str, Any]]:
+  """What may follow the colon of `--config`, but for `smoke`."""
+  return advantages.presets() | PRESETS
+
+
 def variant(
-  config: ml_collections.ConfigDict, name: str
+  config: ml_collections.ConfigDict, text: str
 ) -> ml_collections.ConfigDict:
-  """Applies the part after the colon of `--config=file.py:name`."""
-  if name not in ('', 'smoke'):
+  """Applies the part after the colon of `--config=FILE.py:PRESET,PRESET`.
+
+  In the order given, but `smoke` last: it makes small what the others set.
+
+  Raises:
+    ValueError: unknown preset, or one that sets a key which does not exist.
+  """
+  names = [name.strip() for name in text.split(',') if name.strip()]
+  known = presets()
+  for name in names:
+    if name != 'smoke' and name not in known:
+      near = difflib.get_close_matches(name, known, n=1)
+      raise ValueError(
+        f'config preset {name!r} is unknown; known are smoke, '
+        f'{", ".join(sorted(known))}.'
+        + (f' Did you mean {near[0]!r}?' if near else '')
+      )
+    for key, value in known.get(name, {}).items():
+      _set(config, name, key, value)
+  return smoke(config) if 'smoke' in names else config
+
+
+def _set(
+  config: ml_collections.ConfigDict, preset: str, key: str, value: Any
+) -> None:
+  *sections, last = key.split('.')
+  section = config
+  try:
+    for part in sections:
+      section = section[part]
+    section[last] = value
+  except (KeyError, TypeError) as error:
     raise ValueError(
-      f'config variant {name!r} is unknown; use `smoke`, or no colon.'
-    )
-  return smoke(config) if name else config
+      f'the preset {preset!r} sets {key}={value!r}, which the configuration '
+      f'does not take ({error}); configs/base.py lists every key.'
+    ) from error

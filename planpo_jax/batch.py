@@ -28,10 +28,19 @@ class Batch:
     loss_mask_BT: [B, T] bool, true exactly on tokens that the policy sampled.
     turn_tokens_BT: [B, T] int32, L_it of the response the token belongs to, 0
       outside of responses.
-    adv_BT: [B, T] float32, advantage of sampled tokens.
+    turn_BT: [B, T] int32, turn that the token is a response of, counted from 1
+      in each row; 0 outside of responses.
+    flat_BT: [B, T] int32, place of the token on axis R of `episodes.tabulate`;
+      0 outside of responses.
+    adv_BT: [B, T] float32, advantage of sampled tokens; 0 until filled in, see
+      `with_advantages`.
     sampler_logp_BT: [B, T] float32, nats, as reported when sampling.
     old_logp_BT: [B, T] float32, nats, before the first update; 0 until scored.
     ref_logp_BT: [B, T] float32, nats, of the reference; 0 until scored.
+    value_BTC: [B, T, C] float32, what the critic expects before the token, a
+      column a head; None without a critic, as are the next two.
+    target_BTC: [B, T, C] float32, what it is to learn.
+    target_mask_BTC: [B, T, C] bool, where.
   """
 
   tokens_BT: np.ndarray | jax.Array
@@ -39,10 +48,36 @@ class Batch:
   segment_ids_BT: np.ndarray | jax.Array
   loss_mask_BT: np.ndarray | jax.Array
   turn_tokens_BT: np.ndarray | jax.Array
+  turn_BT: np.ndarray | jax.Array
+  flat_BT: np.ndarray | jax.Array
   adv_BT: np.ndarray | jax.Array
   sampler_logp_BT: np.ndarray | jax.Array
   old_logp_BT: np.ndarray | jax.Array
   ref_logp_BT: np.ndarray | jax.Array
+  value_BTC: np.ndarray | jax.Array | None = None
+  target_BTC: np.ndarray | jax.Array | None = None
+  target_mask_BTC: np.ndarray | jax.Array | None = None
+
+
+def shapes(num_rows: int, row_len: int) -> Batch:
+  """A batch without a critic, as shapes and types."""
+  whole, real = (
+    jax.ShapeDtypeStruct((num_rows, row_len), dtype)
+    for dtype in (np.int32, np.float32)
+  )
+  return Batch(
+    tokens_BT=whole,
+    positions_BT=whole,
+    segment_ids_BT=whole,
+    loss_mask_BT=jax.ShapeDtypeStruct((num_rows, row_len), np.bool_),
+    turn_tokens_BT=whole,
+    turn_BT=whole,
+    flat_BT=whole,
+    adv_BT=real,
+    sampler_logp_BT=real,
+    old_logp_BT=real,
+    ref_logp_BT=real,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,38 +87,45 @@ class _Sequence:
   tokens: np.ndarray
   loss_mask: np.ndarray
   turn_tokens: np.ndarray
-  adv: np.ndarray
+  turn: np.ndarray
+  flat: np.ndarray
   sampler_logp: np.ndarray
 
 
-def _sequence(turns: Sequence[episodes.Turn], adv: np.ndarray) -> _Sequence:
-  """Joins prompts and responses of consecutive turns."""
-  tokens, turn_tokens, logps = [], [], []
+def _sequence(turns: Sequence[episodes.Turn], first: int) -> _Sequence:
+  """Joins prompts and responses of consecutive turns.
+
+  `first` is the place of the first response token on axis R.
+  """
+  tokens, turn_tokens, turn_ids, logps = [], [], [], []
+  count = 0
   for turn in turns:
     tokens += [*turn.prompt_ids, *turn.response_ids]
     length = len(turn.response_ids)
+    count += length > 0
     turn_tokens += [0] * len(turn.prompt_ids) + [length] * length
+    turn_ids += [0] * len(turn.prompt_ids) + [count] * length
     logps += [0.0] * len(turn.prompt_ids) + list(turn.response_logps)
-  turn_tokens = np.array(turn_tokens, np.int32)
-  adv_full = np.zeros(len(tokens), np.float32)
-  adv_full[turn_tokens > 0] = adv
+  loss_mask = np.array(turn_ids, np.int32) > 0
+  flat = np.zeros(len(tokens), np.int32)
+  flat[loss_mask] = first + np.arange(loss_mask.sum())
   return _Sequence(
     tokens=np.array(tokens, np.int32),
-    loss_mask=turn_tokens > 0,
-    turn_tokens=turn_tokens,
-    adv=adv_full,
+    loss_mask=loss_mask,
+    turn_tokens=np.array(turn_tokens, np.int32),
+    turn=np.array(turn_ids, np.int32),
+    flat=flat,
     sampler_logp=np.array(logps, np.float32),
   )
 
 
 def _sequences(
-  batch_episodes: Sequence[episodes.Episode], adv_R: np.ndarray, context: str
+  batch_episodes: Sequence[episodes.Episode], context: str
 ) -> list[_Sequence]:
   """Cuts episodes into sequences; those without a sampled token are left out.
 
-  Reads `adv_R` in the order in which `episodes.tabulate` lays tokens out.
+  Tokens are counted in the order in which `episodes.tabulate` lays them out.
   """
-  adv_R = np.asarray(adv_R, np.float32)
   sequences, start = [], 0
   for episode in batch_episodes:
     pieces = (
@@ -95,12 +137,7 @@ def _sequences(
       length = sum(len(turn.response_ids) for turn in turns)
       if not length:
         continue
-      if start + length > len(adv_R):
-        raise ValueError(
-          f'adv_R has {len(adv_R)} entries but the episodes have more response '
-          'tokens; give the episodes that the advantages were computed from.'
-        )
-      sequences.append(_sequence(turns, adv_R[start : start + length]))
+      sequences.append(_sequence(turns, start))
       start += length
   return sequences
 
@@ -122,7 +159,6 @@ def _fill_rows(lengths: Sequence[int], row_len: int) -> list[list[int]]:
 
 def pack(
   batch_episodes: Sequence[episodes.Episode],
-  adv_R: np.ndarray | jax.Array,
   *,
   context: str,
   row_len: int,
@@ -139,7 +175,6 @@ def pack(
 
   Args:
     batch_episodes: the episodes that were tabulated, in the same order.
-    adv_R: [R] advantages from an estimator.
     context: `conversation`, a sequence an episode: its turns joined; `window`,
       a sequence a turn.
     row_len: T, tokens.
@@ -152,8 +187,8 @@ def pack(
     B is `minibatches * row_multiple` times a bucket, so that shapes recur.
 
   Raises:
-    ValueError: unknown context, a sequence longer than row_len, advantages that
-      are fewer than the response tokens, or sizes below 1.
+    ValueError: unknown context, a sequence longer than row_len, or sizes below
+      1.
   """
   if context not in CONTEXTS:
     raise ValueError(
@@ -166,7 +201,7 @@ def pack(
   ):
     if size < 1:
       raise ValueError(f'{name}={size} must be at least 1.')
-  sequences = _sequences(batch_episodes, np.asarray(adv_R), context)
+  sequences = _sequences(batch_episodes, context)
   longest = max((len(s.tokens) for s in sequences), default=0)
   if longest > row_len:
     raise ValueError(
@@ -187,21 +222,13 @@ def pack(
   blocks = -(-max(len(rows) for rows in packed) // row_multiple)
   num_rows = row_multiple * episodes.bucket(blocks)
 
-  shape = (minibatches * num_rows, row_len)
-  out = Batch(
-    tokens_BT=np.zeros(shape, np.int32),
-    positions_BT=np.zeros(shape, np.int32),
-    segment_ids_BT=np.zeros(shape, np.int32),
-    loss_mask_BT=np.zeros(shape, np.bool_),
-    turn_tokens_BT=np.zeros(shape, np.int32),
-    adv_BT=np.zeros(shape, np.float32),
-    sampler_logp_BT=np.zeros(shape, np.float32),
-    old_logp_BT=np.zeros(shape, np.float32),
-    ref_logp_BT=np.zeros(shape, np.float32),
+  out = jax.tree.map(
+    lambda x: np.zeros(x.shape, x.dtype),
+    shapes(minibatches * num_rows, row_len),
   )
   for m, rows in enumerate(packed):
     for r, row in enumerate(rows):
-      b, start = m * num_rows + r, 0
+      b, start, turns = m * num_rows + r, 0, 0
       for segment, i in enumerate(row, start=1):
         sequence = sequences[i]
         span = slice(start, start + len(sequence.tokens))
@@ -210,10 +237,71 @@ def pack(
         out.segment_ids_BT[b, span] = segment
         out.loss_mask_BT[b, span] = sequence.loss_mask
         out.turn_tokens_BT[b, span] = sequence.turn_tokens
-        out.adv_BT[b, span] = sequence.adv
+        out.turn_BT[b, span] = np.where(
+          sequence.turn > 0, sequence.turn + turns, 0
+        )
+        turns += int(sequence.turn.max())
+        out.flat_BT[b, span] = sequence.flat
         out.sampler_logp_BT[b, span] = sequence.sampler_logp
         start = span.stop
   return out
+
+
+def with_advantages(
+  batch: Batch,
+  adv_R: np.ndarray | jax.Array,
+  trained_R: np.ndarray | None = None,
+) -> Batch:
+  """Fills advantages in; host arrays, as `pack` made them.
+
+  Args:
+    batch: of the episodes that the advantages were computed from.
+    adv_R: [R] from an estimator.
+    trained_R: [R] bool, tokens that are trained; the others leave the loss
+      mask. None: all.
+
+  Raises:
+    ValueError: the advantages are fewer than the response tokens.
+  """
+  mask_BT = batch.loss_mask_BT
+  if trained_R is not None:
+    mask_BT = mask_BT & to_rows(batch, trained_R)
+  return dataclasses.replace(
+    batch,
+    adv_BT=to_rows(batch, np.asarray(adv_R, np.float32)),
+    loss_mask_BT=mask_BT,
+  )
+
+
+def to_rows(batch: Batch, x_R: np.ndarray) -> np.ndarray:
+  """Returns [B, T, ...] what each response token has in x_R; 0 elsewhere.
+
+  Raises:
+    ValueError: x_R is shorter than there are response tokens.
+  """
+  x_R = np.asarray(x_R)
+  response_BT = batch.turn_BT > 0
+  needed = int(batch.flat_BT.max(initial=-1, where=response_BT)) + 1
+  if needed > len(x_R):
+    raise ValueError(
+      f'{len(x_R)} values for the {needed} response tokens of the batch; give '
+      'the values of the episodes that were packed.'
+    )
+  rows = np.zeros((*response_BT.shape, *x_R.shape[1:]), x_R.dtype)
+  rows[response_BT] = x_R[batch.flat_BT[response_BT]]
+  return rows
+
+
+def to_flat(batch: Batch, x_BT: np.ndarray, num_R: int) -> np.ndarray:
+  """Returns [R, ...] what each response token has in [B, T, ...]; 0 on padding.
+
+  The inverse of `to_rows`.
+  """
+  x_BT = np.asarray(x_BT)
+  response_BT = batch.turn_BT > 0
+  flat = np.zeros((num_R, *x_BT.shape[2:]), x_BT.dtype)
+  flat[batch.flat_BT[response_BT]] = x_BT[response_BT]
+  return flat
 
 
 def split(batch: Batch, minibatches: int) -> list[Batch]:

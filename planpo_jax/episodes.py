@@ -169,10 +169,22 @@ class TurnTable:
     episode_return_E: float32, what the learner sees (10 on success by default).
     episode_score_E: float32, the environment's own score.
     episode_success_E: bool, goal reached.
+    episode_truncated_E: bool, a limit of turns, context or time ended the
+      episode, not the environment.
     token_turn_R: int32, turn of the token.
     token_role_R: int32, part of the response for methods that split it; 0 is
-      an undivided response.
-    value_R: float32 critic values in units of the return, or None.
+      no part of any.
+
+  What only some methods read is None for the others:
+
+  Attributes:
+    turn_switch_U: bool, the turn chose a new subgoal.
+    turn_drift_U: bool, the turn kept its subgoal, but in other words.
+    token_reward_R: float32, reward of the single token, in units of the return.
+    token_entropy_R: float32, nats, of the distribution the token was drawn
+      from.
+    value_RC: float32, what a critic expects before the token, in units of the
+      return; a column a head.
   """
 
   turn_episode_U: np.ndarray | jax.Array
@@ -186,9 +198,14 @@ class TurnTable:
   episode_return_E: np.ndarray | jax.Array
   episode_score_E: np.ndarray | jax.Array
   episode_success_E: np.ndarray | jax.Array
+  episode_truncated_E: np.ndarray | jax.Array
   token_turn_R: np.ndarray | jax.Array
   token_role_R: np.ndarray | jax.Array
-  value_R: np.ndarray | jax.Array | None = None
+  turn_switch_U: np.ndarray | jax.Array | None = None
+  turn_drift_U: np.ndarray | jax.Array | None = None
+  token_reward_R: np.ndarray | jax.Array | None = None
+  token_entropy_R: np.ndarray | jax.Array | None = None
+  value_RC: np.ndarray | jax.Array | None = None
 
 
 def bucket(count: int, minimum: int = 1) -> int:
@@ -308,6 +325,12 @@ def tabulate(
     episode_return_E=pad(return_E, num_E, 0, np.float32),
     episode_score_E=pad(score_E, num_E, 0, np.float32),
     episode_success_E=pad(success_E, num_E, False, np.bool_),
+    episode_truncated_E=pad(
+      [e.ending is not Ending.TERMINATED for e in episodes],
+      num_E,
+      False,
+      np.bool_,
+    ),
     token_turn_R=pad(
       np.repeat(np.arange(len(turns)), length_U), num_R, num_U, np.int32
     ),

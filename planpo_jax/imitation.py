@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from planpo_jax import (
   batch,
@@ -148,7 +147,6 @@ def fit(
   for epoch in range(epochs):
     rows = batch.pack(
       shown,
-      np.ones(tokens, np.float32),
       context=context,
       row_len=row_len,
       minibatches=minibatches,

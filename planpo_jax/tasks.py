@@ -11,17 +11,24 @@ from planpo_jax import episodes
 
 
 def at(
-  tasks: Sequence[episodes.Task], step: int, *, count: int, seed: int
+  tasks: Sequence[episodes.Task],
+  step: int,
+  *,
+  count: int,
+  seed: int,
+  refill: int = 0,
 ) -> list[episodes.Task]:
   """The `count` tasks of training step `step`, from 0.
 
-  Every epoch visits each task once in an order of its own. Nothing is
-  remembered between steps, so a resumed run needs no cursor.
+  Every epoch visits each task once in an order of its own; so do the refills
+  of a step, which number from 1, each in other orders. Nothing is remembered
+  between steps, so a resumed run needs no cursor.
   """
   chosen = []
   for position in range(step * count, (step + 1) * count):
     epoch, offset = divmod(position, len(tasks))
-    order = np.random.default_rng((seed, epoch)).permutation(len(tasks))
+    key = (seed, epoch, refill) if refill else (seed, epoch)
+    order = np.random.default_rng(key).permutation(len(tasks))
     chosen.append(tasks[order[offset]])
   return chosen
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import pathlib
 import threading
-from collections.abc import Callable
 
 import jax
 import ml_collections
@@ -46,7 +45,7 @@ class _Plan:
   config: ml_collections.ConfigDict
   network: build.Network
   mesh: jax.sharding.Mesh
-  estimate: Callable[..., jax.Array]
+  method: advantages.Method
   loss: update.LossFn
   replay: experience.Replay | None
 
@@ -91,8 +90,8 @@ def train(
 def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
   """Refuses what cannot work before anything slow starts."""
   config_lib.check(config, jax.device_count())
-  method = config.advantage.name
-  estimate = advantages.get(method, **config.advantage[method])
+  name = config.advantage.name
+  method = advantages.get(name, **config.advantage[name])
   loss = losses.get(config.loss.name, **config.loss[config.loss.name])
   config_lib.check_workdir(workdir, config)
   config = config.copy_and_resolve_references()
@@ -122,7 +121,7 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
     config.sampler.slots = capacity.slots(config, network.policy, mesh)
   if config.rollout.dump:
     config_lib.check_dump(workdir, pathlib.Path(config.rollout.dump))
-  return _Plan(config, network, mesh, estimate, loss, replay)
+  return _Plan(config, network, mesh, method, loss, replay)
 
 
 def _train(
@@ -161,7 +160,7 @@ def _train(
   }
   ref_params = model.params  # Never donated: `create` copies them.
   shapes = jax.eval_shape(lambda p: update.create(p, optim), ref_params)
-  score = update.make_score(logps, **micro)
+  score = update.make_score(lambda *rows: logps(*rows)[0], **micro)
   update_step = update.make_update(
     logps,
     plan.loss,
@@ -278,16 +277,18 @@ def _train(
         table = episodes.tabulate(
           learnt, success_return=config.train.success_return
         )
-        adv_R = np.asarray(plan.estimate(table, progress=(step + 1) / steps))
+        adv_R = np.asarray(
+          plan.method.estimate(table, progress=(step + 1) / steps)
+        )
         rows = batch.pack(
           learnt,
-          adv_R,
           context=config.chat.context,
           row_len=config.learner.row_len,
           minibatches=config.learner.minibatches,
           row_multiple=config.learner.micro_rows,
           seed=step,
         )
+        rows = batch.with_advantages(rows, adv_R)
 
       with timers.measure('score'):
         rows = sharding.put_batch(mesh, rows)

@@ -75,42 +75,55 @@ def _blocks(
 
 
 def make_score(
-  logps_fn: LogpsFn,
+  forward: Callable[..., Any],
   *,
   micro_rows: int,
   micro_sharding: jax.sharding.Sharding | None = None,
-) -> Callable[[Params, batch_lib.Batch], jax.Array]:
-  """Makes `score(params, batch) -> logp_BT`, jitted.
+) -> Callable[[Params, batch_lib.Batch], Any]:
+  """Makes `score(params, batch)`, jitted: what a network says of a batch.
 
   It runs the forward pass that `update` runs, on blocks of the same shape, so
-  that the ratio of the first update is 1. Gives old_logp and ref_logp.
+  that the ratio of the first update is 1.
 
   Args:
-    logps_fn: the policy.
+    forward: (params, tokens_BT, positions_BT, segment_ids_BT) -> an array
+      [B, T, ...], or a tree of them, such as `LogpsFn`.
     micro_rows: rows a forward pass; must divide the rows of the batch. Use the
       same as for `make_update`.
     micro_sharding: placement of [blocks, micro_rows, T] arrays; None leaves it
       to the compiler.
 
   Returns:
-    The function; its result is 0 outside of responses. Raises ValueError when
-    micro_rows does not divide the rows.
+    The function; its result is float32, and 0 outside of responses. Raises
+    ValueError when micro_rows does not divide the rows.
   """
 
   def score(params, batch):
     def micro(_, block):
-      logp_BT = jax.lax.cond(
-        block.loss_mask_BT.any(),
-        lambda: logps_fn(
+      def read():
+        return forward(
           params, block.tokens_BT, block.positions_BT, block.segment_ids_BT
-        )[0].astype(jnp.float32),
-        lambda: jnp.zeros(block.tokens_BT.shape, jnp.float32),
+        )
+
+      def on_responses(x):
+        mask = block.loss_mask_BT.reshape(
+          block.loss_mask_BT.shape + (1,) * (x.ndim - 2)
+        )
+        return jnp.where(mask, x.astype(jnp.float32), 0.0)
+
+      return None, jax.lax.cond(
+        block.loss_mask_BT.any(),
+        lambda: jax.tree.map(on_responses, read()),
+        lambda: jax.tree.map(
+          lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(read)
+        ),
       )
-      return None, jnp.where(block.loss_mask_BT, logp_BT, 0.0)
 
     blocks = _blocks(batch, micro_rows, micro_sharding)
-    _, logp = jax.lax.scan(micro, None, blocks)
-    return logp.reshape(batch.tokens_BT.shape)
+    _, scores = jax.lax.scan(micro, None, blocks)
+    return jax.tree.map(
+      lambda x: x.reshape(batch.tokens_BT.shape + x.shape[3:]), scores
+    )
 
   return jax.jit(score)
 

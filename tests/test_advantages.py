@@ -20,7 +20,9 @@ CASES = list(GOLDEN['cases'])
 def estimate(batch, name, *, progress=1.0, outcome=None, **chosen):
   """Returns one list a member of the advantages of its non-empty turns."""
   table = episodes.tabulate(batch, **(outcome or {}))
-  adv_R = np.asarray(advantages.get(name, **chosen)(table, progress=progress))
+  adv_R = np.asarray(
+    advantages.get(name, **chosen).estimate(table, progress=progress)
+  )
   assert adv_R.dtype == np.float32
   result, start = [], 0
   for episode in batch:
@@ -125,7 +127,7 @@ def test_alpha_schedules():
 def test_planpo_reads_progress_without_compiling_again():
   """A = A^E + alpha A^S is linear in progress; all_success has A^S != 0."""
   table = episodes.tabulate(golden_batch('all_success'))
-  method = advantages.get('planpo', eps=2e-6)
+  method = advantages.get('planpo', eps=2e-6).estimate
   first = method(table, progress=0.0)
   half = method(table, progress=0.5)
   last = method(table, progress=1.0)
@@ -176,7 +178,7 @@ def test_tied_group_is_exactly_zero(name, count):
 
   R/T = r/3 and R/L = r/7 are inexact too.
   """
-  method = advantages.get(name)
+  method = advantages.get(name).estimate
   for r in (0.1, 0.3, 0.35, 0.4, 0.6, 0.7, 0.9, 1.0, 10.0):
     batch = make_episodes.group([(True, [7, 7, 7])] * count)
     table = episodes.tabulate(batch, success_return=r)
@@ -294,7 +296,7 @@ def test_diagnostics():
   ]
   table = episodes.tabulate(batch)
   values = advantages.diagnostics(
-    table, advantages.get('planpo')(table, progress=1.0)
+    table, advantages.get('planpo').estimate(table, progress=1.0)
   )
   assert values['advantage/groups_without_outcome_variance'] == pytest.approx(
     2 / 3
@@ -305,7 +307,7 @@ def test_diagnostics():
   assert values['advantage/successes_with_negative_advantage'] == pytest.approx(
     2 / 5
   )
-  grpo_R = advantages.get('grpo')(table, progress=1.0)
+  grpo_R = advantages.get('grpo').estimate(table, progress=1.0)
   values = advantages.diagnostics(table, grpo_R)
   assert values['advantage/signal_without_outcome_variance'] == 0
   real_R = np.asarray(grpo_R)[: table.turn_tokens_U.sum()]
@@ -316,20 +318,22 @@ def test_diagnostics():
 
 def test_diagnostics_of_a_failing_step_are_finite():
   table = episodes.tabulate(make_episodes.group([(False, [1]), (False, [1])]))
-  adv_R = advantages.get('planpo')(table, progress=1.0)
+  adv_R = advantages.get('planpo').estimate(table, progress=1.0)
   values = advantages.diagnostics(table, adv_R)
   assert values == {
     'advantage/groups_without_outcome_variance': 1.0,
     'advantage/signal_without_outcome_variance': 0.0,
+    'advantage/successes_with_negative_efficiency': 0.0,
     'advantage/successes_with_negative_advantage': 0.0,
     'advantage/mean_abs': 0.0,
+    'advantage/std_turn_01': 0.0,
   }
 
 
 def test_registry_names_what_it_knows():
   assert {'grpo', 'planpo'} <= set(advantages.names())
   assert 'segments' not in advantages.names()
-  assert advantages.needs_group('planpo')
+  assert advantages.traits('planpo').group
   defaults = advantages.hyperparameters('planpo')
   assert defaults['alpha_init'] == 0.1 and 'progress' not in defaults
   with pytest.raises(ValueError, match='gripo.*grpo, .*planpo'):
@@ -356,5 +360,5 @@ def test_bad_value_is_refused_before_the_first_rollout(chosen):
 def test_estimate_traces_without_the_registry():
   table = episodes.tabulate(golden_batch('mixed'))
   direct = jax.jit(planpo.estimate)(table, progress=0.2)
-  bound = advantages.get('planpo')(table, progress=0.2)
+  bound = advantages.get('planpo').estimate(table, progress=0.2)
   np.testing.assert_array_equal(direct, bound)

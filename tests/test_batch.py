@@ -1,7 +1,5 @@
 """pack: every sampled token in exactly one place, and nothing else trained."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -42,7 +40,8 @@ def adv_of(batch_episodes):
 
 def pack(batch_episodes, **chosen):
   options = {'context': 'conversation', 'row_len': 64} | chosen
-  return batch_lib.pack(batch_episodes, adv_of(batch_episodes), **options)
+  batch = batch_lib.pack(batch_episodes, **options)
+  return batch_lib.with_advantages(batch, adv_of(batch_episodes))
 
 
 @pytest.mark.parametrize('minibatches', [1, 3])
@@ -69,8 +68,57 @@ def test_provenance(context, minibatches):
     strict=True,
   ):
     assert (pytest.approx(logp), length) == sampled[int(token)]
-  for field in (batch.adv_BT, batch.sampler_logp_BT, batch.turn_tokens_BT):
+  for field in (
+    batch.adv_BT,
+    batch.sampler_logp_BT,
+    batch.turn_tokens_BT,
+    batch.turn_BT,
+    batch.flat_BT,
+  ):
     assert not field[~mask].any()
+
+
+@pytest.mark.parametrize('context', batch_lib.CONTEXTS)
+def test_turns_are_told_apart_within_a_row(context):
+  """Each number in a row is one response, whole and in its order."""
+  batch_episodes = random_episodes(2)
+  batch = pack(batch_episodes, context=context)
+  responses = {
+    turn.response_ids
+    for episode in batch_episodes
+    for turn in episode.turns
+    if turn.response_ids
+  }
+  found = []
+  for tokens_T, turn_T in zip(batch.tokens_BT, batch.turn_BT, strict=True):
+    numbers = np.unique(turn_T[turn_T > 0])
+    assert numbers.tolist() == list(range(1, len(numbers) + 1))
+    found += [tuple(tokens_T[turn_T == t].tolist()) for t in numbers]
+  assert len(found) == len(responses) and set(found) == responses
+
+
+def test_flat_values_come_back_from_their_rows():
+  batch_episodes = random_episodes(3)
+  batch = pack(batch_episodes, minibatches=2)
+  table = episodes.tabulate(batch_episodes)
+  num_R = len(table.token_turn_R)
+  count = int(table.turn_tokens_U.sum())
+  x_RC = np.zeros((num_R, 2), np.float32)
+  x_RC[:count] = np.random.default_rng(0).normal(size=(count, 2))
+  x_BTC = batch_lib.to_rows(batch, x_RC)
+  assert not x_BTC[~batch.loss_mask_BT].any()
+  np.testing.assert_array_equal(batch_lib.to_flat(batch, x_BTC, num_R), x_RC)
+
+
+def test_tokens_that_are_not_trained_leave_the_mask():
+  batch_episodes = random_episodes(4)
+  adv_R = adv_of(batch_episodes)
+  trained_R = np.arange(len(adv_R)) % 3 == 0
+  packed = batch_lib.pack(batch_episodes, context='window', row_len=64)
+  batch = batch_lib.with_advantages(packed, adv_R, trained_R)
+  kept = packed.loss_mask_BT & (packed.flat_BT % 3 == 0)
+  np.testing.assert_array_equal(batch.loss_mask_BT, kept)
+  assert 0 < kept.sum() < packed.loss_mask_BT.sum()
 
 
 @pytest.mark.parametrize('context', batch_lib.CONTEXTS)
@@ -185,16 +233,15 @@ def test_episode_without_a_sampled_token_is_left_out():
 
 def test_types():
   batch = pack(random_episodes())
-  kinds = {
-    field.name: getattr(batch, field.name).dtype
-    for field in dataclasses.fields(batch)
-  }
+  kinds = {name: x.dtype for name, x in vars(batch).items() if x is not None}
   assert kinds == {
     'tokens_BT': np.int32,
     'positions_BT': np.int32,
     'segment_ids_BT': np.int32,
     'loss_mask_BT': np.bool_,
     'turn_tokens_BT': np.int32,
+    'turn_BT': np.int32,
+    'flat_BT': np.int32,
     'adv_BT': np.float32,
     'sampler_logp_BT': np.float32,
     'old_logp_BT': np.float32,
@@ -210,8 +257,8 @@ def test_errors_name_the_numbers():
     pack([episode], context='chat')
   with pytest.raises(ValueError, match='minibatches=0'):
     pack([episode], minibatches=0)
-  with pytest.raises(ValueError, match='3 entries'):
-    batch_lib.pack([episode], np.zeros(3), context='conversation', row_len=64)
+  with pytest.raises(ValueError, match='3 values for the 20 response tokens'):
+    batch_lib.with_advantages(pack([episode]), np.zeros(3))
   with pytest.raises(ValueError, match='minibatches=2 must divide the 1 rows'):
     batch_lib.split(pack([episode]), 2)
 
@@ -236,7 +283,6 @@ def test_steps_of_all_sizes_meet_few_shapes():
     tables.add((len(table.turn_index_U), len(table.token_turn_R)))
     packed = batch_lib.pack(
       step,
-      np.zeros(len(table.token_turn_R)),
       context='conversation',
       row_len=512,
       minibatches=2,

@@ -26,6 +26,8 @@ def make_batch(adv, mask=None, turn_tokens=None, **fields):
     segment_ids_BT=np.ones_like(adv, np.int32),
     loss_mask_BT=mask,
     turn_tokens_BT=mask * np.asarray(turn_tokens or [1], np.int32),
+    turn_BT=mask.astype(np.int32),
+    flat_BT=zeros.astype(np.int32),
     adv_BT=adv,
     sampler_logp_BT=zeros,
     old_logp_BT=zeros,

@@ -49,6 +49,8 @@ rows = batch.Batch(
   loss_mask_BT=mask & (segments > 0) & (positions > 0),
   adv_BT=rng.normal(size=(8, 20)).astype(np.float32),
   turn_tokens_BT=np.full((8, 20), 5, np.int32),
+  turn_BT=np.ones((8, 20), np.int32),
+  flat_BT=np.zeros((8, 20), np.int32),
   **{name: rng.normal(-7, 0.1, (8, 20)).astype(np.float32)
      for name in ('old_logp_BT', 'ref_logp_BT', 'sampler_logp_BT')},
 )
@@ -78,7 +80,8 @@ def run(mesh):
     micro = sharding.micro_sharding(mesh)
     shardings = sharding.param_shardings(
       mesh, update.create(placed, optimizer))
-  score = update.make_score(logps, micro_rows=8, micro_sharding=micro)
+  score = update.make_score(
+    lambda *rows: logps(*rows)[0], micro_rows=8, micro_sharding=micro)
   step = update.make_update(
     logps, loss, optimizer, micro_rows=8, micro_sharding=micro,
     state_shardings=shardings)

@@ -57,7 +57,8 @@ def run_bigram(batch, micro_rows, place=lambda params: params, **micro):
 
 @functools.cache
 def make_score(micro_rows):
-  return update.make_score(LOGPS, micro_rows=micro_rows)
+  score = update.make_score(LOGPS, micro_rows=micro_rows)
+  return lambda params, batch: score(params, batch)[0]
 
 
 @functools.cache
@@ -90,13 +91,15 @@ def make_batch(*, count=6, row_len=16, row_multiple=1, minibatches=1, seed=0):
     )
     batch_episodes.append(dataclasses.replace(episode, turns=(turn,)))
   table = episodes.tabulate(batch_episodes)
-  return batch_lib.pack(
+  packed = batch_lib.pack(
     batch_episodes,
-    rng.normal(size=table.token_turn_R.shape),
     context='conversation',
     row_len=row_len,
     row_multiple=row_multiple,
     minibatches=minibatches,
+  )
+  return batch_lib.with_advantages(
+    packed, rng.normal(size=table.token_turn_R.shape)
   )
 
 

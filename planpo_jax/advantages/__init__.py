@@ -1,16 +1,25 @@
 """Advantage estimators, one file a method; the file tree is the registry.
 
-A method is a module here with `estimate(table, *, progress, ...) -> adv_R`,
-pure and jit-able, and `NEEDS_GROUP`, which says whether a group must have at
-least two members. Its keyword arguments are its hyperparameters.
+A method is a module here with `TRAITS` and `estimate(table, *, progress, ...)
+-> adv_R`, pure and jit-able. Its keyword arguments are its hyperparameters. It
+may define besides:
+
+  PRESETS: {name: {configuration key: value}}, ways to run it, see `presets`;
+  annotate(table, batch_episodes, *, decode, ...) -> table: what it needs to be
+    read out of the episodes, on the host; its keyword arguments are some of the
+    hyperparameters;
+  targets(table, *, progress, ...) -> (target_RC, mask_RC): what its critic is
+    to learn and where, with the hyperparameters of `estimate`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,19 +27,90 @@ import numpy as np
 
 from planpo_jax import episodes, registry
 
+# Turns of one span share a column in the metrics: 1, 2, 3-4, 5-8, ...
+_TURN_SPANS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+  """What a method asks of the rest.
+
+  Attributes:
+    group: compares the members of a group, which takes at least two.
+    values: heads of the critic it needs; 0 for none.
+    entropy: reads `token_entropy_R`.
+    roles: reads `token_role_R`, `turn_switch_U` and `turn_drift_U`, and trains
+      only the tokens that have a role.
+    token_rewards: reads `token_reward_R`, so the KL may be in the reward.
+    batch_wide: normalises over the whole batch, so groups are not apart.
+  """
+
+  group: bool
+  values: int = 0
+  entropy: bool = False
+  roles: bool = False
+  token_rewards: bool = False
+  batch_wide: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A method with its hyperparameters bound.
+
+  Attributes:
+    name: its file.
+    traits: see `Traits`.
+    estimate: (table, *, progress) -> adv_R, jitted; progress = k/K is traced.
+    annotate: (table, batch_episodes, decode) -> table.
+    targets: (table, *, progress) -> (target_RC, mask_RC), jitted; only for
+      methods with `traits.values`.
+  """
+
+  name: str
+  traits: Traits
+  estimate: Callable[..., jax.Array]
+  annotate: Callable[..., episodes.TurnTable]
+  targets: Callable[..., tuple[jax.Array, jax.Array]] | None
+
 
 def names() -> list[str]:
   """Returns the methods found, sorted."""
   return list(registry.find(__name__, 'estimate'))
 
 
-def _estimate(name: str) -> Callable[..., jax.Array]:
-  return registry.entry_of(__name__, 'estimate', name)
+def _module(name: str) -> ModuleType:
+  return sys.modules[registry.entry_of(__name__, 'estimate', name).__module__]
 
 
-def needs_group(name: str) -> bool:
-  """Whether the method compares the members of a group (group_size >= 2)."""
-  return sys.modules[_estimate(name).__module__].NEEDS_GROUP
+def traits(name: str) -> Traits:
+  """What a method needs.
+
+  Raises:
+    ValueError: unknown method.
+  """
+  return _module(name).TRAITS
+
+
+def presets() -> dict[str, dict[str, Any]]:
+  """Every way to run a method: its name, and what its file adds.
+
+  Returns:
+    {preset: {configuration key: value}}. A preset chooses the method too.
+
+  Raises:
+    ValueError: two files define the same preset.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for name in names():
+    own = {name: {}} | getattr(_module(name), 'PRESETS', {})
+    for preset, values in own.items():
+      if preset in found:
+        raise ValueError(
+          f'advantages/{name}.py defines the preset {preset!r}, which '
+          f'{found[preset]["advantage.name"]} has already; rename one.'
+        )
+      found[preset] = {'advantage.name': name} | values
+  return found
 
 
 def hyperparameters(name: str) -> dict[str, Any]:
@@ -39,40 +119,66 @@ def hyperparameters(name: str) -> dict[str, Any]:
   Raises:
     ValueError: unknown method.
   """
-  return registry.hyperparameters(_estimate(name))
+  return registry.hyperparameters(_module(name).estimate)
 
 
-def get(name: str, **chosen: Any) -> Callable[..., jax.Array]:
+def get(name: str, **chosen: Any) -> Method:
   """Binds hyperparameters to a method.
 
   Args:
     name: method, one of `names()`.
     **chosen: hyperparameters other than their defaults.
 
-  Returns:
-    A jitted `(table, *, progress) -> adv_R`; progress = k/K is traced.
-
   Raises:
     ValueError: unknown method, or a value that the method does not know.
     TypeError: unknown hyperparameter.
   """
-  registry.check(name, _estimate(name), chosen)
+  registry.check(name, _module(name).estimate, chosen)
   return _bind(name, tuple(sorted(chosen.items())))
 
 
 # Cached, so that asking for the same method again does not compile it again.
 @functools.cache
-def _bind(
-  name: str, chosen: tuple[tuple[str, Any], ...]
-) -> Callable[..., jax.Array]:
-  estimate = jax.jit(functools.partial(_estimate(name), **dict(chosen)))
+def _bind(name: str, chosen: tuple[tuple[str, Any], ...]) -> Method:
+  module, values = _module(name), dict(chosen)
+  estimate = jax.jit(functools.partial(module.estimate, **values))
+  targets = None
+  if module.TRAITS.values:
+    targets = jax.jit(functools.partial(module.targets, **values))
   # Traced once on a table of one turn, so that a bad value is found before the
   # first rollout.
-  jax.eval_shape(estimate, _smallest_table(), progress=np.float32(1))
-  return estimate
+  for function in filter(None, (estimate, targets)):
+    jax.eval_shape(
+      function, _smallest_table(module.TRAITS), progress=np.float32(1)
+    )
+  return Method(
+    name,
+    module.TRAITS,
+    estimate,
+    functools.partial(_annotate, getattr(module, 'annotate', None), values),
+    targets,
+  )
 
 
-def _smallest_table() -> episodes.TurnTable:
+def _annotate(
+  function: Callable[..., episodes.TurnTable] | None,
+  values: Mapping[str, Any],
+  table: episodes.TurnTable,
+  batch_episodes: Sequence[episodes.Episode],
+  decode: Callable[[Sequence[int]], str],
+) -> episodes.TurnTable:
+  if function is None:
+    return table
+  wanted = inspect.signature(function).parameters
+  return function(
+    table,
+    batch_episodes,
+    decode=decode,
+    **{k: v for k, v in values.items() if k in wanted},
+  )
+
+
+def _smallest_table(needs: Traits) -> episodes.TurnTable:
   turn = episodes.Turn((), (0,), (0.0,), '', '', '', 0.0, True, 0)
   table = episodes.tabulate(
     [
@@ -86,9 +192,36 @@ def _smallest_table() -> episodes.TurnTable:
       )
     ]
   )
-  return dataclasses.replace(
-    table, value_R=np.zeros(table.token_turn_R.shape, np.float32)
-  )
+  num_R, num_U = len(table.token_turn_R), len(table.turn_tokens_U)
+  added: dict[str, np.ndarray] = {}
+  if needs.values:
+    added['value_RC'] = np.zeros((num_R, needs.values), np.float32)
+  if needs.entropy:
+    added['token_entropy_R'] = np.zeros(num_R, np.float32)
+  if needs.roles:
+    added['turn_switch_U'] = np.zeros(num_U, np.bool_)
+    added['turn_drift_U'] = np.zeros(num_U, np.bool_)
+  return dataclasses.replace(table, **added)
+
+
+def signal(
+  table: episodes.TurnTable, adv_R: jax.Array | np.ndarray
+) -> np.ndarray:
+  """Says which episodes a method gives something to learn.
+
+  Returns:
+    [E] bool: some token of the episode has an advantage. Turns of invalid
+    format are left out, for a format penalty is no comparison.
+  """
+  token_turn_R = np.asarray(table.token_turn_R)
+  num_E = len(table.episode_group_E)
+  moved_R = np.asarray(adv_R) != 0
+  moved_R &= token_turn_R < len(table.turn_episode_U)
+  turn_R = token_turn_R[moved_R]
+  turn_R = turn_R[np.asarray(table.turn_valid_U)[turn_R]]
+  signal_E = np.zeros(num_E, bool)
+  signal_E[np.asarray(table.turn_episode_U)[turn_R]] = True
+  return signal_E
 
 
 def diagnostics(
@@ -105,45 +238,66 @@ def diagnostics(
     groups_without_outcome_variance: share of groups whose members all have the
       same return, which GRPO learns nothing from.
     signal_without_outcome_variance: of those, the share in which this method
-      gives some token an advantage. Turns of invalid format are left out, for
-      a format penalty is no comparison.
+      gives some token an advantage, see `signal`.
+    successes_with_negative_efficiency: share of successes whose A^E of PlanPO
+      (arXiv 2608.17289, equation 3) is negative: slower than their group by so
+      much that a success counts as bad.
     successes_with_negative_advantage: share of successes whose turns have a
       negative mean advantage.
     mean_abs: over response tokens.
+    std_turn_A_B: deviation over the turns A to B of their episodes, of the
+      mean advantage of each turn; absent where there are no two.
     A share of nothing is 0.
   """
+  signal_E = signal(table, adv_R)
   adv_R = np.asarray(adv_R, np.float64)
   token_turn_R = np.asarray(table.token_turn_R)
   num_U, num_E = len(table.turn_episode_U), len(table.episode_group_E)
   real_R = token_turn_R < num_U
   adv_R, token_turn_R = adv_R[real_R], token_turn_R[real_R]
-  token_episode_R = np.asarray(table.turn_episode_U)[token_turn_R]
+  tokens_U = np.asarray(table.turn_tokens_U)
+  adv_U = np.bincount(token_turn_R, weights=adv_R, minlength=num_U)
+  adv_U /= np.maximum(tokens_U, 1)
+  trained_U = tokens_U > 0
+  turn_episode_U = np.asarray(table.turn_episode_U)
   group_E = np.asarray(table.episode_group_E)
-  valid_R = np.asarray(table.turn_valid_U)[token_turn_R]
-  signal_E = np.zeros(num_E, bool)
-  signal_E[token_episode_R[valid_R & (adv_R != 0)]] = True
-
   return_E = np.asarray(table.episode_return_E)
   groups = [group_E == g for g in np.unique(group_E[group_E < num_E])]
   tied = [g for g in groups if np.ptp(return_E[g]) == 0]
-
-  turn_weight_R = 1.0 / np.asarray(table.turn_tokens_U)[token_turn_R]
   turn_sum_E = np.bincount(
-    token_episode_R, weights=adv_R * turn_weight_R, minlength=num_E
+    turn_episode_U[trained_U], weights=adv_U[trained_U], minlength=num_E
   )
   success_E = np.asarray(table.episode_success_E) & (group_E < num_E)
+  turns_E = np.bincount(turn_episode_U, minlength=num_E + 1)[:num_E]
+  efficiency_E = (
+    return_E.astype(np.float64) / np.maximum(turns_E, 1) * success_E
+  )
 
   def share(values):
     return float(np.mean(values)) if np.size(values) else 0.0
 
-  return {
-    'advantage/groups_without_outcome_variance': len(tied)
-    / max(len(groups), 1),
-    'advantage/signal_without_outcome_variance': share(
-      [signal_E[g].any() for g in tied]
+  scalars = {
+    'groups_without_outcome_variance': len(tied) / max(len(groups), 1),
+    'signal_without_outcome_variance': share([signal_E[g].any() for g in tied]),
+    'successes_with_negative_efficiency': share(
+      [
+        # Equal ones may differ from their own mean by rounding.
+        value < efficiency_E[g].mean() * (1 - 1e-9)
+        for g in groups
+        for value in efficiency_E[g & success_E]
+      ]
     ),
-    'advantage/successes_with_negative_advantage': share(
-      turn_sum_E[success_E] < 0
-    ),
-    'advantage/mean_abs': share(np.abs(adv_R)),
+    'successes_with_negative_advantage': share(turn_sum_E[success_E] < 0),
+    'mean_abs': share(np.abs(adv_R)),
   }
+  place_U = np.asarray(table.turn_index_U) + 1
+  for first, last in _TURN_SPANS:
+    span_U = (
+      trained_U & (place_U >= first) & (place_U <= (last or place_U.max()))
+    )
+    if span_U.sum() > 1:
+      name = f'std_turn_{first:02d}'
+      if last != first:
+        name += f'_{last:02d}' if last else '_on'
+      scalars[name] = float(np.std(adv_U[span_U]))
+  return {f'advantage/{name}': value for name, value in scalars.items()}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import jax
 
-from planpo_jax import episodes
+from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
-NEEDS_GROUP = True
+TRAITS = advantages.Traits(group=True)
 
 
 def estimate(

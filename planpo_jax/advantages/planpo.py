@@ -16,10 +16,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from planpo_jax import episodes
+from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
-NEEDS_GROUP = True
+TRAITS = advantages.Traits(group=True)
 
 
 def alpha(

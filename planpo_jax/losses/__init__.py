@@ -145,7 +145,7 @@ def get(
   jax.eval_shape(
     functools.partial(bound, denominator=None),
     np.zeros((1, 1), np.float32),
-    batch_lib.pack([], np.zeros(0), context='window', row_len=1),
+    batch_lib.pack([], context='window', row_len=1),
     entropy_BT=np.zeros((1, 1), np.float32),
   )
   return bound

@@ -3,8 +3,9 @@
 A loss is a module here with `loss(logp_BT, batch, *, entropy_BT, denominator,
 ...) -> (scalar, LossMetrics)`; the keyword arguments with a default are its
 hyperparameters. The scalar is a weighted sum over response tokens divided by
-`denominator`; None stands for the summed weight of the batch itself. A caller
-that splits a batch gives 1 for each part, adds up, and divides once by the
+`denominator`; None stands for the weight of the batch itself: the number of
+tokens, turns or sequences that the loss is a mean over. A caller that splits a
+batch between rows gives 1 for each part, adds up, and divides once by the
 weight of the whole; so the split never changes the result.
 """
 
@@ -28,22 +29,28 @@ from planpo_jax import registry
 class LossMetrics:
   """What a loss reports; float32 scalars.
 
-  All but the weight and the extremes are sums over response tokens, weighted as
-  the loss weighs them and divided by its denominator.
+  All but the weight and the extremes are sums over response tokens, divided by
+  the denominator of the loss. Tokens are weighted as in the loss, but for
+  `constant_length`, which weighs them in the policy loss alone: the others are
+  means over the tokens of a sequence there, so that shares end at 1.
 
   Attributes:
-    weight: summed weight of the response tokens, never divided.
+    weight: number of tokens, turns or sequences, never divided.
     policy_loss: the clipped objective, negated, without KL and entropy.
-    kl_ref: KL to the reference policy (nats), by the estimator that is trained.
-    approx_kl: k3 estimate of KL(old || new) (nats).
+    kl_ref: KL to the reference policy (nats, a token), by the estimator that
+      `kl_kind` chose, whether it is trained in the loss or in the reward; only
+      k1 may be negative.
+    approx_kl: k3 estimate of KL(old || new) (nats, a token).
     clip_frac: share of tokens where clipping cut the gradient.
     dual_clip_frac: share of tokens bounded by the dual clip.
-    entropy: of the policy (nats).
-    ratio_min: smallest new/old probability ratio; inf where there is none.
+    entropy: of the policy (nats, a token).
+    ratio_min: smallest new/old probability ratio, of a token or, where turns
+      share theirs, of a turn; inf where there is none.
     ratio_max: largest; 0 where there is none.
     sampler_gap: largest |old_logp - sampler_logp| (nats): how far the policy
       that is trained from is from what was sampled.
-    sampler_kl: k3 estimate of KL(sampler || old) (nats): the same, on average.
+    sampler_kl: k3 estimate of KL(sampler || old) (nats, a token): the same, on
+      average.
     sampler_capped: share of tokens whose importance weight was capped.
   """
 

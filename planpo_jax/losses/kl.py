@@ -40,3 +40,31 @@ def estimate(
     return 0.5 * d_BT**2
   # expm1 keeps k3 from rounding below 0 where d is small.
   return jnp.clip(jnp.expm1(d_BT) - d_BT, 0.0, 10.0)
+
+
+def token_reward(
+  logp_BT: jax.Array,
+  ref_logp_BT: jax.Array,
+  *,
+  coef: float,
+  kind: str = 'k1',
+) -> jax.Array:
+  """Returns what the KL to the reference takes off the reward of each token.
+
+  r = -coef KL, with the estimate and the sign of `estimate`: a token that the
+  policy makes likelier than the reference does costs under k1.
+
+  Args:
+    logp_BT: [B, T] log-probability under the policy that sampled.
+    ref_logp_BT: [B, T] under the reference.
+    coef: weight of the KL, in units of the return a nat.
+    kind: `k1`, `k2` or `k3`. The sum of k1 over a response estimates the KL of
+      whole responses without bias.
+
+  Returns:
+    [B, T], 0 where both log-probabilities are 0, as outside of responses.
+
+  Raises:
+    ValueError: unknown kind.
+  """
+  return -coef * estimate(logp_BT, ref_logp_BT, kind)

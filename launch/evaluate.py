@@ -5,7 +5,12 @@
 
 With --workdir: the newest checkpoint of that run, under its own configuration,
 on whatever devices there are. With --config: the weights that training would
-start from.
+start from. --agent prompts them in another way than they were trained with:
+
+  python launch/evaluate.py --config=configs/sciworld_7b.py --agent=react \
+    --config.model.checkpoint=FOLDER
+  python launch/evaluate.py --config=configs/sciworld_7b.py --agent=reflexion \
+    --config.model.checkpoint=FOLDER --trials=3
 """
 
 import math
@@ -27,6 +32,19 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
 _SPLIT = flags.DEFINE_string('split', None, 'Default: config.eval_split.')
 _EPISODES = flags.DEFINE_integer(
   'episodes', None, 'Default: config.eval.episodes.', lower_bound=1
+)
+_AGENT = flags.DEFINE_enum(
+  'agent',
+  'plain',
+  ['plain', 'react', 'reflexion'],
+  'plain: config.chat.prompt. react: a thought and an action line. reflexion: '
+  'react, and failed episodes are tried again after a reflection.',
+)
+_TRIALS = flags.DEFINE_integer(
+  'trials', None, 'Of reflexion; default: 3.', lower_bound=1
+)
+_MEMORY = flags.DEFINE_integer(
+  'memory', None, 'Reflections shown by reflexion; default: 3.', lower_bound=1
 )
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the table.')
 
@@ -55,6 +73,22 @@ def _config(workdir) -> ml_collections.ConfigDict:
   return config
 
 
+def _reflexion_flags() -> dict[str, int]:
+  """Those given, as arguments of `prompting.reflexion`."""
+  given = {
+    flag.name: flag.value
+    for flag in (_TRIALS, _MEMORY)
+    if flag.value is not None
+  }
+  if given and _AGENT.value != 'reflexion':
+    name, value = next(iter(given.items()))
+    raise ValueError(
+      f'--{name}={value} is for --agent=reflexion, not {_AGENT.value}; leave '
+      'it out, or name that agent.'
+    )
+  return given
+
+
 def main() -> int:
   import pathlib
 
@@ -64,14 +98,18 @@ def main() -> int:
     checkpoint,
     evaluate,
     metrics,
+    prompting,
     sharding,
   )
   from planpo_jax.models import qwen2
 
+  reflexion_flags = _reflexion_flags()
   workdir = None
   if _WORKDIR.value:
     workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   config = _config(workdir)
+  if _AGENT.value != 'plain':
+    config.chat.prompt = 'react'
   config_lib.check(config, jax.device_count())
   if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
     raise FileNotFoundError(
@@ -107,18 +145,28 @@ def main() -> int:
 
   with build.Environment(config) as env:
     player = build.Player(config, model, mesh, env, terminal)
-    played = player.play(
-      f'evaluation on {split}',
-      evaluate.jobs(env.tasks(split), count),
-      seed=(config.seed, evaluate.SEED),
-      max_turns=config.eval.max_turns,
-      settings=config_lib.settings(config.eval),
-    ).episodes
-  result = evaluate.summarize(played)
-  kinds = {f'  {k}': summary for k, summary in result.by_type.items()}
-  print(f'{split} split\n{evaluate.table({name: result} | kinds)}')
+    jobs = evaluate.jobs(env.tasks(split), count)
+    how = {
+      'seed': (config.seed, evaluate.SEED),
+      'max_turns': config.eval.max_turns,
+      'settings': config_lib.settings(config.eval),
+    }
+    if _AGENT.value == 'reflexion':
+      history = prompting.reflexion(player, jobs, **how, **reflexion_flags)
+      played = {
+        f'{name}, reflexion trial {trial}': standing
+        for trial, standing in enumerate(history, 1)
+      }
+    else:
+      name += ', react' if _AGENT.value == 'react' else ''
+      label = f'evaluation on {split}'
+      played = {name: player.play(label, jobs, **how).episodes}
+  rows = {row: evaluate.summarize(one) for row, one in played.items()}
+  last = list(rows.values())[-1]
+  kinds = {f'  {k}': summary for k, summary in last.by_type.items()}
+  print(f'{split} split\n{evaluate.table(rows | kinds)}')
   if _OUTPUT.value:
-    evaluate.write_summary(pathlib.Path(_OUTPUT.value), split, {name: result})
+    evaluate.write_summary(pathlib.Path(_OUTPUT.value), split, rows)
   return 0
 
 

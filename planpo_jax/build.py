@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import math
 import pathlib
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import jax
 import ml_collections
+import numpy as np
 
 from planpo_jax import (
   chat,
@@ -307,6 +309,7 @@ class Player:
     max_turns: int,
     settings: sampling.Settings,
     deadline_s: float = 0.0,
+    prefaces: Sequence[str] = (),
   ) -> rollout.Collected:
     """Plays `jobs`; see `rollout.collect`."""
     if deadline_s and not self._compiled:
@@ -333,6 +336,7 @@ class Player:
         jobs,
         seed=seed,
         max_turns=max_turns,
+        prefaces=prefaces,
         sessions=self._env.description.workers,
         deadline_s=deadline_s,
         expected=self._lengths.expected,
@@ -342,3 +346,41 @@ class Player:
     )
     self._lengths.observe(collected.episodes)
     return collected
+
+  def write(
+    self,
+    label: str,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[np.ndarray],
+    *,
+    settings: sampling.Settings,
+  ) -> list[str]:
+    """Writes on after each of `prompts`, without an environment.
+
+    Args:
+      label: of the progress that is shown.
+      prompts: ids; each leaves room for a response in `chat.max_context`.
+      keys: raw random key [2] uint32 of each.
+      settings: of sampling.
+
+    Returns:
+      The texts, each of `chat.max_response` tokens at most.
+    """
+    self._sampler.settings = settings
+    texts = [''] * len(prompts)
+    waiting = collections.deque(range(len(prompts)))
+    writing: dict[int, int] = {}
+    while waiting or writing:
+      for slot in self._sampler.free[: len(waiting)]:
+        writing[slot] = i = waiting.popleft()
+        # As with episodes, nothing depends on who had the slot before.
+        self._sampler.reset(slot)
+        self._sampler.submit(slot, prompts[i], keys[i])
+      for response in self._sampler.decode():
+        i = writing.pop(response.slot)
+        texts[i] = self.format.tokenizer.decode(response.ids)
+      left = len(waiting) + len(writing)
+      self._terminal.progress(
+        f'{label}: {len(prompts) - left}/{len(prompts)} texts'
+      )
+    return texts

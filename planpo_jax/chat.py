@@ -1,4 +1,4 @@
-"""Turns <-> ChatML token ids, and what action a response holds.
+"""Turns <-> ChatML token ids.
 
 The only file that knows how `window` and `conversation` contexts differ.
 Sampled ids are kept as they are: nothing is decoded and encoded again.
@@ -7,66 +7,13 @@ Sampled ids are kept as they are: nothing is decoded and encoded again.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
+from planpo_jax import prompts
 from planpo_jax import tokenizer as tokenizer_lib
+from planpo_jax.prompts import actions
 
 CONTEXTS = ('conversation', 'window')
-
-# Sent in place of an action that could not be read. No environment knows it,
-# so each answers with its own "not understood" text, which the policy reads.
-NO_ACTION = 'invalid'
-
-# What the policy is told, by name (`config.chat.prompt`). `brief` suits a
-# policy that learnt the game from demonstrations; `full` explains it. Where
-# nothing is told, the system message is that of the checkpoint's template.
-PROMPTS = {
-  'brief': '',
-  'full': (
-    'You are an agent in a text environment. Each turn you read an '
-    'observation and answer with your reasoning and one action, in this form:\n'
-    '<think>your reasoning</think><action>your action</action>\n'
-    'Actions: {action_format}'
-  ),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class ParsedAction:
-  """The action a response holds.
-
-  Attributes:
-    text: what is sent to the environment; `NO_ACTION` when none was found.
-    valid: exactly one non-empty action outside the thoughts, and thoughts in
-      tags where they are required.
-  """
-
-  text: str
-  valid: bool
-
-
-_THOUGHT = re.compile(r'<think>.*?(</think>|$)', re.IGNORECASE | re.DOTALL)
-_ACTION = re.compile(
-  r'<action>((?:(?!<action>).)*?)</action>', re.IGNORECASE | re.DOTALL
-)
-
-
-def parse_action(response: str, *, require_thought: bool) -> ParsedAction:
-  """Reads the action out of a response; never raises.
-
-  Thoughts are cut first, so nothing inside them runs; an unclosed thought
-  reaches to the end. The first whole action is sent, lower-case and with white
-  space folded. Two actions, or missing thoughts where they are required, run
-  but are invalid.
-  """
-  thoughts = list(_THOUGHT.finditer(response))
-  outside = _THOUGHT.sub(' ', response)
-  actions = [' '.join(a.lower().split()) for a in _ACTION.findall(outside)]
-  if not actions or not actions[0]:
-    return ParsedAction(NO_ACTION, False)
-  thought_ok = not require_thought or any(m.group(1) for m in thoughts)
-  return ParsedAction(actions[0], len(actions) == 1 and thought_ok)
 
 
 class PromptTooLongError(ValueError):
@@ -81,7 +28,7 @@ class Format:
     tokenizer: text <-> ids.
     context: `conversation` (one growing chat) or `window` (a fresh prompt a
       turn with the last `history` (observation, action) pairs).
-    prompt: key of `PROMPTS`.
+    prompt: name of a response format in `planpo_jax/prompts`.
     action_format: the environment's description of its actions.
     history: pairs kept in `window` context, turns.
     max_context: tokens a context and its response may fill.
@@ -105,6 +52,15 @@ class Format:
     tok = self.tokenizer
     return [tok.im_start, *tok.encode(f'{role}\n{text}'), *self.end()]
 
+  def system(self, text: str) -> list[int]:
+    """The system message `text`; if empty, that of the checkpoint, if any.
+
+    The template of the checkpoint would put its own there, and the model was
+    tuned with it.
+    """
+    chosen = text or self.tokenizer.system
+    return [] if chosen is None else self.message('system', chosen)
+
   def end(self) -> list[int]:
     return [self.tokenizer.im_end, *self.tokenizer.encode('\n')]
 
@@ -113,7 +69,7 @@ class Format:
 
   def parse(
     self, response_ids: Sequence[int], capped: bool = False
-  ) -> tuple[str, ParsedAction, bool]:
+  ) -> tuple[str, actions.ParsedAction, bool]:
     """Decodes a response and reads its action.
 
     Args:
@@ -121,17 +77,14 @@ class Format:
       capped: the response ended without an end token, at a limit of tokens.
 
     Returns:
-      (text, action, truncated). A capped response whose last token completed
-      its action is whole; any other one is truncated and holds no action.
+      (text, action, truncated). A capped response whose action is whole is
+      not truncated; any other one is, and holds no action.
     """
     text = self.tokenizer.decode(response_ids)
-    truncated = capped and not text.rstrip().lower().endswith('</action>')
-    if truncated:
-      return text, ParsedAction(NO_ACTION, False), True
-    # The brief prompt does not ask for thoughts, so they are the policy's
-    # own choice there.
-    action = parse_action(text, require_thought=self.prompt == 'full')
-    return text, action, False
+    form = prompts.get(self.prompt)
+    if capped and not form.whole(text):
+      return text, actions.ParsedAction(actions.NO_ACTION, False), True
+    return text, form.parse(text), False
 
 
 class Chat:
@@ -143,6 +96,7 @@ class Chat:
     self._ids: list[int] = []  # The conversation so far, exactly as sampled.
     self._turns: list[tuple[str, str]] = []  # (observation, action)
     self._closed = True  # The last message ended with <|im_end|>.
+    self._carried = ''  # What the format shows again in `window` context.
     self.dropped_pairs = 0
 
   def prompt(self, observation: str) -> tuple[list[int], list[int]]:
@@ -182,6 +136,10 @@ class Chat:
       response_ids[-1] == self._fmt.tokenizer.im_end
     )
     self._turns.append((observation, action))
+    if self._fmt.context == 'window':
+      self._carried = prompts.get(self._fmt.prompt).carry(
+        self._fmt.tokenizer.decode(response_ids), self._carried
+      )
 
   def _check(self, context: Sequence[int]) -> None:
     if len(context) >= self._fmt.max_context:
@@ -192,14 +150,10 @@ class Chat:
       )
 
   def _head(self) -> list[int]:
-    system = PROMPTS[self._fmt.prompt].format(
-      action_format=self._fmt.action_format
+    system = prompts.get(self._fmt.prompt).system
+    return self._fmt.system(
+      system.format(action_format=self._fmt.action_format)
     )
-    if not system:
-      # The template of the checkpoint would put its own here, and the model
-      # was tuned with it.
-      system = self._fmt.tokenizer.system
-    return [] if system is None else self._fmt.message('system', system)
 
   def _appended(self, observation: str) -> list[int]:
     if not self._turns:
@@ -224,6 +178,8 @@ class Chat:
       lines.append(f'Your last {kept} observations and actions:')
       for i, (seen, action) in enumerate(self._turns[first:], first + 1):
         lines.append(f'[{i}] {seen}\n> {action}')
+    if self._carried:
+      lines.append(self._carried)
     lines.append(f'[{len(self._turns) + 1}] {observation}')
     return [
       *self._head(),

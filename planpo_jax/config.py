@@ -17,7 +17,7 @@ import ml_collections
 import numpy as np
 
 from envs_server import env
-from planpo_jax import advantages, chat, losses, sampling
+from planpo_jax import advantages, chat, losses, prompts, sampling
 from planpo_jax.models import qwen2
 
 # Keys that change where and how fast a run goes, not what it computes: a run
@@ -64,7 +64,7 @@ def check(
   _known('advantage.name', config.advantage.name, advantages.names())
   _known('loss.name', config.loss.name, losses.names())
   _known('chat.context', config.chat.context, chat.CONTEXTS)
-  _known('chat.prompt', config.chat.prompt, tuple(chat.PROMPTS))
+  _known('chat.prompt', config.chat.prompt, prompts.names())
   _known('model.dtype', config.model.dtype, qwen2.DTYPES)
   _known('model.param_dtype', config.model.param_dtype, qwen2.DTYPES)
   if not config.model.checkpoint:
@@ -95,6 +95,7 @@ def check(
     if _get(config, key) < 1:
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
   _check_group(config)
+  _check_method(config)
   _check_lengths(config)
   _check_rollout(config, num_devices)
   _check_devices(config, num_devices)
@@ -103,6 +104,7 @@ def check(
 _POSITIVE = (
   'env.workers',
   'env.max_turns',
+  'env.horizon_steps',
   'chat.max_response',
   'train.steps',
   'train.tasks_per_step',
@@ -118,7 +120,7 @@ _POSITIVE = (
 
 def _check_group(config: ml_collections.ConfigDict) -> None:
   size, method = config.train.group_size, config.advantage.name
-  if size < 2 and advantages.needs_group(method):
+  if size < 2 and advantages.traits(method).group:
     raise ConfigError(
       f'train.group_size={size}, but advantage.name={method} compares the '
       'members of a group, which takes at least 2; try 8.'
@@ -131,6 +133,59 @@ def _check_group(config: ml_collections.ConfigDict) -> None:
       f'{config.train.tasks_per_step} x {size} = {episodes} episodes of a '
       f'step; try {nearest_divisor(episodes, count)}.'
     )
+
+
+def _check_method(config: ml_collections.ConfigDict) -> None:
+  """What the method and the rest ask of each other."""
+  name, train = config.advantage.name, config.train
+  traits = advantages.traits(name)
+  loss = config.loss[config.loss.name]
+  _known('train.outcome', train.outcome, ('binary', 'graded'))
+  for key in ('success_return', 'score_max'):
+    if not 0 < train[key] < math.inf:
+      raise ConfigError(
+        f'train.{key}={train[key]} must be above 0; try '
+        f'{10.0 if key == "success_return" else 100.0}.'
+      )
+  if train.max_refills < 0:
+    raise ConfigError(
+      f'train.max_refills={train.max_refills} must be at least 0; 0 plays no '
+      'more tasks than train.tasks_per_step.'
+    )
+  selects = train.max_refills or train.drop_zero_groups
+  if selects and not traits.group:
+    key = 'max_refills' if train.max_refills else 'drop_zero_groups'
+    raise ConfigError(
+      f'train.{key}={train[key]} selects the groups that have something to '
+      f'teach, but advantage.name={name!r} compares no groups; set train.{key} '
+      f'to {type(train[key])(0)}, or take a method that does, such as grpo.'
+    )
+  if loss.get('kl_in_reward') and not traits.token_rewards:
+    able = [n for n in advantages.names() if advantages.traits(n).token_rewards]
+    raise ConfigError(
+      f'loss.{config.loss.name}.kl_in_reward=True, but advantage.name={name!r} '
+      'reads no rewards of single tokens; keep the KL in the loss '
+      f'(kl_in_reward=False), or take one of {", ".join(able)}.'
+    )
+  if traits.roles and config.chat.prompt != name:
+    raise ConfigError(
+      f'chat.prompt={config.chat.prompt!r} asks for no parts, but '
+      f'advantage.name={name!r} gives each part of a response its own credit; '
+      f'set chat.prompt={name}, as the preset {name} does.'
+    )
+  horizons = config.env.horizons
+  if not all(isinstance(h, int) and h >= 1 for h in horizons):
+    raise ConfigError(
+      f'env.horizons={tuple(horizons)} must be turns, each at least 1; try '
+      '(10, 20, 30), or () for env.max_turns throughout.'
+    )
+  if traits.values:
+    for key in ('learning_rate', 'clip', 'scale'):
+      if not 0 < config.critic[key] < math.inf:
+        raise ConfigError(
+          f'critic.{key}={config.critic[key]} must be above 0 for '
+          f'advantage.name={name!r}, which learns values.'
+        )
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:

@@ -94,6 +94,27 @@ class Collected:
   stats: Stats
 
 
+def joined(parts: Sequence[Collected]) -> Collected:
+  """Collections of one step, one after the other, as one."""
+  if len(parts) == 1:
+    return parts[0]
+  stats = [part.stats for part in parts]
+  total_s = sum(s.wall_s for s in stats)
+
+  def combine(name: str) -> float:
+    values = [getattr(s, name) for s in stats]
+    if name in ('wall_s', 'tail_s', 'prefilled_tokens'):
+      return sum(values)
+    return (
+      sum(v * s.wall_s for v, s in zip(values, stats, strict=True)) / total_s
+    )
+
+  return Collected(
+    [episode for part in parts for episode in part.episodes],
+    Stats(**{f.name: combine(f.name) for f in dataclasses.fields(Stats)}),
+  )
+
+
 class Lengths:
   """Tokens of past episodes, to tell which jobs to start first.
 
@@ -149,6 +170,7 @@ async def collect(
   *,
   seed: tuple[int, ...],
   max_turns: int,
+  prefaces: Sequence[str] = (),
   sessions: int = 0,
   deadline_s: float = 0.0,
   expected: Callable[[episodes.Task], float] = lambda task: 0.0,
@@ -164,6 +186,7 @@ async def collect(
     jobs: what to play; the result keeps this order.
     seed: integers that name this collection, e.g. (seed, step).
     max_turns: turns after which an episode is truncated.
+    prefaces: text put before the goal of each job; none if empty.
     sessions: environments to use at a time; 0 for as many as slots. More of
       them are reset ahead, so that a slot that becomes free finds an episode
       that has begun; with fewer, some slots stay empty.
@@ -194,10 +217,12 @@ async def collect(
     counts[1] += 1
     on_progress(*counts)
 
-  async def play(task: episodes.Task, member: int) -> episodes.Episode:
+  async def play(
+    task: episodes.Task, member: int, preface: str
+  ) -> episodes.Episode:
     async with permits:
       session = client.session(task, step_limit=max_turns)
-      game = _Game(session, fmt, task, member, seed)
+      game = _Game(session, fmt, task, member, seed, preface)
       try:
         with ledger.span('reset'):
           await game.begin()
@@ -225,7 +250,8 @@ async def collect(
 
   on_progress(*counts)
   order = sorted(range(len(jobs)), key=lambda i: -expected(jobs[i][0]))
-  playing = asyncio.gather(*(play(*jobs[i]) for i in order))
+  before = prefaces or [''] * len(jobs)
+  playing = asyncio.gather(*(play(*jobs[i], before[i]) for i in order))
   others = [asyncio.ensure_future(work) for work in (decoder.run(), watch())]
   try:
     done, _ = await asyncio.wait(
@@ -258,12 +284,14 @@ class _Game:
     task: episodes.Task,
     member: int,
     seed: tuple[int, ...],
+    preface: str,
   ):
     self._session = session
     self._fmt = fmt
     self._task = task
     self._member = member
     self._seed = seed
+    self._preface = preface
     self._turns: list[episodes.Turn] = []
     self._seen = episodes.Observation('')
     self._ending: episodes.Ending | None = None
@@ -295,7 +323,7 @@ class _Game:
       self._ending = episodes.Ending.DEADLINE
 
   async def _play(self, decoder, slot, on_turn) -> None:
-    talk = self._fmt.begin(self._goal)
+    talk = self._fmt.begin(self._preface + self._goal)
     while self._seen.ending is None:
       seen, turn = self._seen, len(self._turns)
       try:

@@ -6,7 +6,8 @@ import pytest
 import qwen_material
 import transformers
 
-from planpo_jax import chat, tokenizer
+from planpo_jax import chat, prompts, tokenizer
+from planpo_jax.prompts import actions, full, react
 
 TOK = tokenizer.load('nano')
 
@@ -38,9 +39,9 @@ def whole(*messages):
 # One row a case of the written table: response, thoughts required, what is
 # sent, validity.
 ACTIONS = [
-  ('look', False, chat.NO_ACTION, False),
-  ('', False, chat.NO_ACTION, False),
-  ('<action></action>', False, chat.NO_ACTION, False),
+  ('look', False, actions.NO_ACTION, False),
+  ('', False, actions.NO_ACTION, False),
+  ('<action></action>', False, actions.NO_ACTION, False),
   ('<action>a</action>', False, 'a', True),
   ('<action>a</action>', True, 'a', False),
   ('<think>t</think><action>a</action>', True, 'a', True),
@@ -51,10 +52,10 @@ ACTIONS = [
     'b',
     True,
   ),
-  ('<think><action>a</action></think>', True, chat.NO_ACTION, False),
-  ('<think>t<action>a</action>', True, chat.NO_ACTION, False),
-  ('</action>a<action>', False, chat.NO_ACTION, False),
-  ('<action>a', False, chat.NO_ACTION, False),
+  ('<think><action>a</action></think>', True, actions.NO_ACTION, False),
+  ('<think>t<action>a</action>', True, actions.NO_ACTION, False),
+  ('</action>a<action>', False, actions.NO_ACTION, False),
+  ('<action>a', False, actions.NO_ACTION, False),
   ('<action><action>b</action>', False, 'b', True),
   ('<ACTION> Look </ACTION>', False, 'look', True),
   ('<action>a\nb</action>', False, 'a b', True),
@@ -63,8 +64,99 @@ ACTIONS = [
 
 @pytest.mark.parametrize('response,required,sent,valid', ACTIONS)
 def test_action_table(response, required, sent, valid):
-  parsed = chat.parse_action(response, require_thought=required)
-  assert parsed == chat.ParsedAction(sent, valid)
+  parsed = actions.read_tags(response, require_thought=required)
+  assert parsed == actions.ParsedAction(sent, valid)
+
+
+# Response, what is sent, validity; the form of ReAct.
+REACT = [
+  ('Thought: t\nAction: Go  East', 'go east', True),
+  ('Thought: t\nAction: x\n', 'x', True),
+  ('Thought: t\r\nAction: x\r\n', 'x', True),
+  ('thought 1: t\n  ACTION 1 : X', 'x', True),
+  ('Thought:\nover lines.\n\nAction: x', 'x', True),
+  ('Thought: t\nAction: x\nGood luck!', 'x', True),
+  # In the middle of a line it is no action.
+  ('Thought: the Action: x is bad\nAction: y', 'y', True),
+  ('Thought: t\nReaction: x', actions.NO_ACTION, False),
+  ('Action: x', 'x', False),
+  ('Thought: \nAction: x', 'x', False),
+  ('Action: x\nThought: t', 'x', False),
+  ('Thought: t\nAction: x\nAction: y', 'x', False),
+  ('Thought: t\nAction:\nx', actions.NO_ACTION, False),
+  ('Thought: t\nAction: \nAction: y', actions.NO_ACTION, False),
+  ('Thought: t\nAction: x\nObservation: o', 'x', False),
+  ('Thought: t\nAction: x\nObservation: o\nAction: y', 'x', False),
+  ('Observation: o\nThought: t\nAction: x', actions.NO_ACTION, False),
+  ('<think>t</think><action>x</action>', actions.NO_ACTION, False),
+  ('', actions.NO_ACTION, False),
+]
+
+
+@pytest.mark.parametrize('response,sent,valid', REACT)
+def test_react_table(response, sent, valid):
+  assert react.parse(response) == actions.ParsedAction(sent, valid)
+
+
+def test_the_example_of_react_has_its_form():
+  told = react.SYSTEM.format(action_format='go to X')
+  assert 'Actions: go to X\n' in told
+  example = told[told.rindex('Thought:') :]
+  assert react.parse(example) == actions.ParsedAction('wipe pane', True)
+
+
+# A response that each format calls valid, with the action `look`.
+WELL_FORMED = {
+  'brief': '<action>look</action>',
+  'full': '<think>t</think><action>look</action>',
+  'hiper': (
+    '<switch>SWITCH</switch><subgoal>find water</subgoal><action>look</action>'
+  ),
+  'react': 'Thought: t\nAction: look',
+}
+ODD = (
+  '',
+  ' \n\t\r\n',
+  '<',
+  '<think>',
+  '<action>',
+  '</action><action>',
+  '<action></action>' * 3,
+  '<switch><subgoal><action>x',
+  '<switch>PERHAPS</switch><subgoal></subgoal><action></action>',
+  'Thought:\nAction:\nObservation:',
+  '{action_format} {0} {} %s \\1',
+  bytes(range(256)).decode('latin-1'),
+  '\ud800 \ufffd \x00',
+  '把水烧开。测量 👩‍🔬 é',
+  '<action>' * 1250,
+  'Action: ' + ' ' * 10_000,
+  'a' * 10_000,
+)
+
+
+@pytest.mark.parametrize('name', prompts.names())
+def test_contract_of_every_format(name):
+  form = prompts.get(name)
+  assert '{' not in form.system.format(action_format='go to X')
+  response = WELL_FORMED[name]
+  assert form.parse(response) == actions.ParsedAction('look', True)
+  for text in (*ODD, *(response[:i] for i in range(len(response)))):
+    parsed = form.parse(text)
+    assert parsed.text and isinstance(parsed.text, str)
+    assert parsed.valid in (True, False)
+    # What is not found is never valid.
+    assert not (parsed.text == actions.NO_ACTION and parsed.valid)
+    assert form.whole(text) in (True, False)
+    for carried in ('', response, *ODD):
+      assert isinstance(form.carry(text, carried), str)
+
+
+def test_formats_are_the_files_that_parse():
+  assert {'brief', 'full', 'react'} <= set(prompts.names())
+  assert 'actions' not in prompts.names()
+  with pytest.raises(ValueError, match="'reactt' .*prompts; .*full, .*react"):
+    prompts.get('reactt')
 
 
 def test_conversation_equals_the_whole_template():
@@ -99,7 +191,7 @@ def test_a_cut_response_is_closed_by_context_not_by_a_sampled_token():
   talk = fmt().begin('Goal.')
   context, _ = talk.prompt('first')
   cut = TOK.encode('lo')
-  talk.respond(context, cut, 'first', chat.NO_ACTION)
+  talk.respond(context, cut, 'first', actions.NO_ACTION)
   after, new = talk.prompt('second')
   assert new[0] == TOK.im_end
   assert after == [*context, *cut, *new]
@@ -114,6 +206,38 @@ def test_window_keeps_the_last_pairs_only():
   text = TOK.decode(talk.prompt('three')[0])
   assert 'Goal.' in text and 'three' in text
   assert 'two\n> b' in text and 'one' not in text
+
+
+@pytest.mark.parametrize('context', chat.CONTEXTS)
+def test_window_shows_what_the_format_carries(monkeypatch, context):
+  """The format notes upper-case responses and keeps the last one."""
+  form = dataclasses.replace(
+    prompts.get('brief'),
+    carry=lambda response, carried: (
+      f'{carried}+{response}' if response.isupper() else carried
+    ),
+  )
+  monkeypatch.setattr(prompts, 'get', lambda name: form)
+  talk = fmt(context=context, history=1).begin('Goal.')
+  shown = []
+  for i, said in enumerate(('a', 'B', 'c', 'D', 'e'), 1):
+    ids, new = talk.prompt(f'o{i}')
+    shown.append(TOK.decode(new))
+    talk.respond(ids, [*TOK.encode(said), TOK.im_end], f'o{i}', 'x')
+  if context == 'conversation':
+    assert not any('+' in text for text in shown)
+    return
+  # In front of the current observation, from the turn after the response on.
+  lines = [text.removesuffix('\nassistant\n').splitlines() for text in shown]
+  assert [text[-1] for text in lines] == [f'[{i}] o{i}' for i in range(1, 6)]
+  assert [[line for line in text if '+' in line] for text in lines] == [
+    [],
+    [],
+    ['+B'],
+    ['+B'],
+    ['+B+D'],
+  ]
+  assert all('+' in text[-2] for text in lines[2:])
 
 
 def test_window_drops_history_before_the_task():
@@ -143,33 +267,50 @@ def test_control_tokens_in_text_are_plain_text():
 
 
 def test_full_prompt_tells_the_actions_and_needs_thoughts():
-  full = fmt(prompt='full')
-  context, _ = full.begin('Goal.').prompt('first')
+  told = fmt(prompt='full')
+  context, _ = told.begin('Goal.').prompt('first')
   assert 'go to X' in TOK.decode(context)
   ids = TOK.encode('<action>a</action>')
-  assert full.parse(ids)[1] == chat.ParsedAction('a', False)
-  assert fmt().parse(ids)[1] == chat.ParsedAction('a', True)
+  assert told.parse(ids)[1] == actions.ParsedAction('a', False)
+  assert fmt().parse(ids)[1] == actions.ParsedAction('a', True)
 
 
 def test_an_end_token_alone_is_an_invalid_action():
   text, action, truncated = fmt().parse([TOK.im_end])
-  assert (text, action) == ('', chat.ParsedAction(chat.NO_ACTION, False))
+  assert (text, action) == ('', actions.ParsedAction(actions.NO_ACTION, False))
   assert not truncated
 
 
 @pytest.mark.parametrize(
   'text,capped,action,truncated',
   [
-    ('<think>and then I', True, (chat.NO_ACTION, False), True),
+    ('<think>and then I', True, (actions.NO_ACTION, False), True),
     # Whatever stands after the action was not finished.
-    ('<action>look</action> and', True, (chat.NO_ACTION, False), True),
+    ('<action>look</action> and', True, (actions.NO_ACTION, False), True),
     ('<action>look</action>', True, ('look', True), False),
     ('<action>look</action>', False, ('look', True), False),
   ],
 )
 def test_capped_responses(text, capped, action, truncated):
   parsed = fmt().parse(TOK.encode(text), capped)
-  assert parsed == (text, chat.ParsedAction(*action), truncated)
+  assert parsed == (text, actions.ParsedAction(*action), truncated)
+
+
+@pytest.mark.parametrize(
+  'text,action,truncated',
+  [
+    # It may go on: `look around`.
+    ('Thought: t\nAction: look', (actions.NO_ACTION, False), True),
+    ('Thought: t\nAction: look\n', ('look', True), False),
+    ('Thought: t\nAction: look\nand', (actions.NO_ACTION, False), True),
+    ('Thought: t\nAction: look\nObservation: a', ('look', False), False),
+    ('Thought: t\nAction: a\nAction: b', (actions.NO_ACTION, False), True),
+    ('Thought: and then I\n', (actions.NO_ACTION, False), True),
+  ],
+)
+def test_capped_responses_of_react(text, action, truncated):
+  parsed = fmt(prompt='react').parse(TOK.encode(text), capped=True)
+  assert parsed == (text, actions.ParsedAction(*action), truncated)
 
 
 @pytest.fixture(scope='module')
@@ -221,7 +362,7 @@ def qwen_fmt(qwen, **changes):
 
 SYSTEM = {
   'brief': [],
-  'full': [('system', chat.PROMPTS['full'].format(action_format='go to X'))],
+  'full': [('system', full.SYSTEM.format(action_format='go to X'))],
 }
 
 
@@ -262,8 +403,8 @@ def test_system_message_of_qwen_is_pinned(qwen):
     'helpful assistant.<|im_end|>\n'
     '<|im_start|>user\nGoal.\nfirst<|im_end|>\n<|im_start|>assistant\n'
   )
-  full, _ = qwen_fmt(qwen, prompt='full').begin('Goal.').prompt('first')
-  assert text(full, skip_special_tokens=False) == (
+  told, _ = qwen_fmt(qwen, prompt='full').begin('Goal.').prompt('first')
+  assert text(told, skip_special_tokens=False) == (
     '<|im_start|>system\nYou are an agent in a text environment. Each turn you '
     'read an observation and answer with your reasoning and one action, in '
     'this form:\n<think>your reasoning</think><action>your action</action>\n'

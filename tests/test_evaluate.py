@@ -2,10 +2,15 @@
 
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from planpo_jax import episodes, evaluate
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def episode(success, turns, tokens, name='a', ending=None):
@@ -96,3 +101,47 @@ def test_a_damaged_summary_is_named(tmp_path):
   path.write_text('{"episodes": 12')
   with pytest.raises(ValueError, match='eval_before.json is damaged'):
     evaluate.remember(path, lambda: None)
+
+
+def launch(*flags):
+  return subprocess.run(
+    [sys.executable, 'launch/evaluate.py', *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_reflexion_prints_a_row_a_trial(tmp_path):
+  output = tmp_path / 'table.json'
+  done = launch(
+    '--config=configs/quickstart.py:smoke',
+    '--agent=reflexion',
+    '--trials=2',
+    '--episodes=3',
+    f'--output={output}',
+  )
+  assert done.returncode == 0, done.stderr
+  rows = json.loads(output.read_text())['rows']
+  names = ['initial, reflexion trial 1', 'initial, reflexion trial 2']
+  assert list(rows) == names
+  assert all(name in done.stdout for name in names)
+  assert all(row['episodes'] + row['faults'] == 3 for row in rows.values())
+  # A random policy plays all six turns, but the system message of ReAct takes
+  # half of the context, and reflections take some of what is left.
+  assert 6 > rows[names[0]]['turns'] > rows[names[1]]['turns']
+
+
+@pytest.mark.parametrize(
+  'flags,text',
+  [
+    (['--agent=react', '--trials=2'], '--trials=2 is for --agent=reflexion'),
+    (['--memory=1'], '--memory=1 is for --agent=reflexion, not plain'),
+    (['--agent=reflexive'], 'plain|react|reflexion'),
+    (['--agent=reflexion', '--trials=0'], 'trials'),
+  ],
+)
+def test_flags_of_agents_are_checked(flags, text):
+  done = launch('--config=configs/quickstart.py:smoke', *flags)
+  assert done.returncode == 2
+  assert text in done.stderr and done.stderr.startswith('error: ')

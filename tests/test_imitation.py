@@ -12,6 +12,7 @@ from planpo_jax import (
   tokenizer,
 )
 from planpo_jax.models import qwen2
+from planpo_jax.prompts import actions, full
 
 TOK = tokenizer.load('nano')
 
@@ -51,9 +52,7 @@ def test_a_demonstration_is_what_the_policy_would_have_sampled():
   first, second = episode.turns
   text = '<think>To the east.</think><action>go east</action>'
   assert first.response_ids == (*TOK.encode(text), TOK.im_end)
-  assert chat.parse_action(second.response, require_thought=True) == (
-    chat.ParsedAction('take key', True)
-  )
+  assert full.parse(second.response) == actions.ParsedAction('take key', True)
   # The second prompt is what the chat appends after the first response.
   talk = fmt().begin('Fetch the key.')
   context, _ = talk.prompt('a hall')

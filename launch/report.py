@@ -2,9 +2,9 @@
 
   python launch/report.py DIR [DIR...] [--output=FILE]
 
-DIR is the --workdir of launch/train.py; the run may still be going. A folder
-of dumped episodes, or one file NAME.jsonl.gz of it, makes a page of just these
-episodes.
+DIR is the --workdir of launch/train.py; the run may still be going. That of
+launch/sweep.py stands for all its runs. A folder of dumped episodes, or one
+file NAME.jsonl.gz of it, makes a page of just these episodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     metavar='DIR',
     nargs='+',
     type=pathlib.Path,
-    help='--workdir of a training run, or a dump (a folder or NAME.jsonl.gz)',
+    help='--workdir of a training run or of a sweep, or a dump (a folder or '
+    'NAME.jsonl.gz)',
   )
   parser.add_argument(
     '--output',

@@ -8,6 +8,7 @@ import html.parser
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ import make_episodes
 import pytest
 
 from launch import report
-from planpo_jax import dump, episodes
+from planpo_jax import dump, episodes, sweep
 from planpo_jax.report import charts, page, verdict
 from planpo_jax.report import runs as runs_lib
 
@@ -906,6 +907,13 @@ class TestPage:
       ('rollout/tail_s', 'seconds'),
       ('loss/sampler_gap', ''),
       ('loss/sampler_kl', ''),
+      ('loss/ratio_min', ''),
+      ('loss/ratio_max', ''),
+      ('critic/explained_variance', ''),
+      ('advantage/mean_abs', ''),
+      ('advantage/signal_without_outcome_variance', 'share'),
+      ('advantage/successes_with_negative_advantage', 'share'),
+      ('advantage/successes_with_negative_efficiency', 'share'),
     ],
   )
   def test_unit_of_a_measure(self, tmp_path, key, unit):
@@ -944,6 +952,205 @@ class TestPage:
     assert 'In 82% (run) of the groups all episodes ended alike' in (
       render(path).text
     )
+
+  def test_advantages_by_turn_are_of_the_last_steps(self, tmp_path):
+    """The last quarter of 8 steps is steps 7 and 8.
+
+    Turn 1: (3 + 5) / 2 = 4. Turns 3 and 4 were last seen in step 7: 2. The
+    span from turn 17 on was not reached so late, and is left out.
+    """
+    path = make_run(tmp_path / 'run')
+    one, three, on = (
+      f'advantage/std_turn_{span}' for span in ('01', '03_04', '17_on')
+    )
+    lines = [
+      {one: 9.0, three: 9.0, on: 9.0},
+      *[{one: 9.0}] * 5,
+      {one: 3.0, three: 2.0},
+      {one: 5.0, 'advantage/mean_abs': 1.0},
+    ]
+    write_lines(
+      path / 'metrics.jsonl',
+      [
+        {'step': step, 'kind': 'train', **line}
+        for step, line in enumerate(lines, 1)
+      ],
+    )
+    seen = render(path)
+    by_turn = seen.json('curves-data')['charts'][1]
+    assert by_turn['axis'] == 'turn'
+    assert by_turn['curves'][0]['points'] == [[1, 4], [3, 2]]
+    labels = [svg.get('aria-label', '') for svg in seen.tags('svg')]
+    assert (
+      'Spread of the advantages by turn. run: 4 at turn 1, 2 at turn 3.'
+    ) in labels
+    # By step they are among the others.
+    assert 'All other metrics (3)' in seen.text
+
+  def test_each_head_of_a_critic_has_its_chart(self, tmp_path):
+    path = make_run(tmp_path / 'run')
+    heads = {f'critic/explained_variance_{head}': 0.5 for head in range(2)}
+    write_lines(path / 'metrics.jsonl', [{'step': 1, 'kind': 'train', **heads}])
+    seen = render(path)
+    for head in range(2):
+      assert f'Explained variance, head {head}' in seen.text
+    assert 'All other metrics' not in seen.text
+
+  def test_only_several_runs_can_be_switched_off(self, tmp_path):
+    one, two = (make_run(tmp_path / name) for name in ('one', 'two'))
+    boxes = [
+      box
+      for box in render(one, two).tags('input')
+      if box.get('type') == 'checkbox'
+    ]
+    assert [box['data-run'] for box in boxes] == ['0', '1']
+    assert all('checked' in box for box in boxes)
+    assert 'checkbox' not in str(render(one).tags('input'))
+
+
+def record(folder: pathlib.Path, *entries) -> None:
+  (folder / sweep.RECORD).write_text(json.dumps({'runs': entries}))
+
+
+class TestSweep:
+  def test_its_folder_stands_for_its_runs_in_its_order(self, tmp_path, capsys):
+    for name in ('a', 'b', 'c'):
+      make_run(tmp_path / name)
+    (tmp_path / 'empty').mkdir()
+    record(tmp_path, {'name': 'c'}, {'name': 'not begun'}, {'name': 'b'})
+    assert report.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / 'report.html')
+    page_text = (tmp_path / 'report.html').read_text()
+    assert 'Runs side by side: c, b, a' in page_text
+    (tmp_path / sweep.RECORD).write_text('{"runs": [')
+    assert report.main([str(tmp_path)]) == 0
+    page_text = (tmp_path / 'report.html').read_text()
+    assert 'Runs side by side: a, b, c' in page_text
+
+  def test_a_run_of_it_is_still_a_run(self, tmp_path):
+    record(tmp_path, {'name': 'a'})
+    path = make_run(tmp_path / 'a')
+    make_run(path / 'inside', after=row(0.1, 0.05, 0.15))
+    assert 'Training clearly raised success' in render(path).text
+
+  def test_it_may_not_be_given_with_one_of_its_runs(self, tmp_path):
+    path = make_run(tmp_path / 'a')
+    with pytest.raises(runs_lib.RunError, match='given twice'):
+      render(tmp_path, path)
+
+  @pytest.mark.parametrize('count', [2, 5])
+  def test_what_it_says_of_a_run_stands_beside_it(self, tmp_path, count):
+    for i in range(count):
+      make_run(tmp_path / f'run{i}')
+    record(
+      tmp_path,
+      {'name': 'run0', 'reason': HOSTILE, 'published': '0.9 (somebody)'},
+      7,
+    )
+    # As `launch/report.py ROOT/*` gives it.
+    seen = render(*sorted(tmp_path.glob('[!.]*')))
+    assert HOSTILE_SHOWN in seen.text and '0.9 (somebody)' in seen.text
+    assert not seen.tags('img')
+    assert len(seen.tags('script')) == 3
+
+
+@pytest.fixture(name='many', scope='module')
+def sixteen_runs(tmp_path_factory):
+  """Run i succeeds in 80 - 4 i percent, 10 points up or down; two go on."""
+  root = tmp_path_factory.mktemp('many')
+  for i in range(16):
+    share = 0.8 - 0.04 * i
+    after = row(share, share - 0.1, share + 0.1, by_type={'boil': row()})
+    path = make_run(root / f'run{i:02d}', after=after)
+    lines = [
+      {'step': step, 'kind': 'train', 'rollout/success': 0.5}
+      for step in range(40)
+    ]
+    write_lines(path / 'metrics.jsonl', lines)
+  for going in (root / 'run14', path):
+    (going / 'summary.json').unlink()
+  config = json.loads((path / 'config.json').read_text())
+  config['train']['group_size'] = 4
+  (path / 'config.json').write_text(json.dumps(config))
+  return render(root)
+
+
+class TestManyRuns:
+  def test_opens_with_an_overview(self, many):
+    """Intervals of 10 points each: a difference is clear above 14.1 points."""
+    (title,) = [
+      part for part in many.text.splitlines() if 'runs side by side' in part
+    ]
+    assert title == '16 runs side by side'
+    assert (
+      '14 of 16 runs have a closing evaluation. run00 succeeded most often'
+      ' after training: in 80% (70 to 90).'
+    ) in many.text
+    clear = ', '.join(f'run{i:02d}' for i in range(4, 14))
+    assert (
+      f'Against run00, clearly less often successful: {clear}; no clear'
+      ' difference: run01, run02, run03.'
+    ) in many.text
+    # Word for word, but folded away.
+    assert len(many.tags('details')) == 4
+    words = many.text[many.text.index('Each run in words') :]
+    assert 'run13: on 120 test episodes the policy succeeded in 40%' in words
+
+  def test_a_line_a_run(self, many):
+    """Run 1: 76 - 80 points, 10 points each: -4 -+ 14.1."""
+    table = many.text[many.text.index('Against run00') :]
+    for line in (
+      'run0039 training steps120–80%70 to 90',
+      'run0139 training steps120−4 points−18 to +1076%66 to 86',
+      'run0439 training steps120−16 points−30 to −264%54 to 74',
+      'run1539 training steps, not finished–––––––',
+    ):
+      assert line in table
+
+  def test_what_all_share_is_said_once(self, many):
+    assert many.text.count('No closing evaluation yet') == 1
+    assert 'run14, run15: No closing evaluation yet' in many.text
+    text = many.text[many.text.index('Main settings') :]
+    main = text[: text.index('All settings')]
+    assert 'All runs' in main and 'advantage.nameplanpoadvantage' in main
+    differing = many.text[many.text.index('Where the runs differ') :]
+    differing = differing[: differing.index('Main settings')]
+    assert f'train.group_size{"8" * 15}4' in differing
+    assert 'group_size' not in main
+
+  def test_smoothed_curves_only(self, many):
+    lines = [line['class'] for line in many.tags('polyline')]
+    assert not [name for name in lines if 'raw' in name]
+
+  def test_no_two_runs_look_alike(self):
+    """Neither by their lines nor by their marks, which are drawn apart."""
+    runs = range(charts.COLOURS * charts.DASHES)
+    lines, marks = set(), set()
+    for run in runs:
+      # But for the class that tells the run, which has no style.
+      look = charts.swatch(run).replace(f' r{run}', '')
+      line, mark = look.split('/>')[:2]
+      lines.add(line)
+      # Marks are not dashed.
+      marks.add(re.sub(' dash[0-9]', '', mark))
+    assert len(runs) == len(lines) == len(marks) == 32
+
+  def test_every_look_has_its_style(self):
+    style = (pathlib.Path(page.__file__).parent / 'page.css').read_text()
+    for colour in range(charts.COLOURS):
+      assert style.count(f'--c{colour}: #') == 2  # Light and dark.
+      for kind in ('.curve', '.whisker', '.hollow', '.mark', '.dot', 'i'):
+        assert f'{kind}.s{colour}' in style
+    for dash in range(1, charts.DASHES):
+      assert f'.curve.dash{dash} ' in style
+
+  def test_long_names_of_runs_keep_both_ends(self):
+    name = 'reinforce_pp_baseline_of_another_kind_seed12'
+    entry = charts.Interval(0, name, 0.5, 0.4, 0.6, hollow=False)
+    drawn = Page(charts.draw_intervals('t', [entry], 'share'))
+    assert 'reinforce_pp…r_kind_seed12' in drawn.text
+    (label,) = (x for x in drawn.tags('text') if x['class'] == 'label')
+    assert float(label['x']) > 26 * 6.5  # Wide enough for what is kept.
 
 
 class TestLaunch:

@@ -1,7 +1,8 @@
 """Draws curves and intervals as SVG, without a library.
 
 Colours, dashes and marker shapes come from the page's style sheet by class:
-`s0`, `s1`, ... for the first run, the second, and so on.
+`s0`, `s1`, ... for the first run, the second, and so on, until colours are used
+up; `r0`, `r1`, ... tells the run itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import math
 from collections.abc import Sequence
 
 # Number of colours in the style sheet; further runs reuse them, dashed.
-COLOURS = 6
+COLOURS = 8
+# Number of dashes in the style sheet, an unbroken line among them.
+DASHES = 4
+# Longest label of an interval, in characters.
+_MAX_LABEL = 26
+# Most runs whose single steps are drawn behind the smoothed curve.
+_MAX_RAW = 4
 # Most points drawn of one curve; more are averaged in buckets.
 MAX_POINTS = 500
 
@@ -47,6 +54,7 @@ class Chart:
     curves: at least one, each with at least one point.
     unit: `share` (0..1, shown in percent), `seconds` or ''.
     from_zero: the vertical axis includes 0.
+    axis: what the points are ordered by, `step` or `turn`.
   """
 
   title: str
@@ -54,6 +62,13 @@ class Chart:
   curves: Sequence[Curve]
   unit: str = ''
   from_zero: bool = True
+  axis: str = 'step'
+
+
+def style(run: int) -> str:
+  """Classes that give a run its colour and dashes, and tell which it is."""
+  cycle = run // COLOURS % DASHES
+  return f's{run % COLOURS} r{run}' + (f' dash{cycle}' if cycle else '')
 
 
 def thin(
@@ -167,28 +182,26 @@ def draw(chart: Chart) -> str:
         f'<text class="tick" text-anchor="middle" x="{x(mark):.1f}"'
         f' y="{_HEIGHT - 7}">{format_number(mark)}</text>'
       )
+  many = len({curve.run for curve in chart.curves}) > _MAX_RAW
   for curve in chart.curves:
-    points = thin(curve.points)
-    colour = f's{curve.run % COLOURS}'
-    # A second cycle through the colours is told apart by its dashes.
-    dashed = ' dashed' if curve.run >= COLOURS else ''
+    points, look = thin(curve.points), style(curve.run)
     if curve.markers:
       parts += [marker(curve.run, x(step), y(value)) for step, value in points]
       continue
     window = smoothing_window(points)
     lines = [('', smooth(points, window))]
-    if window > 1:
+    if window > 1 and not many:
       lines.insert(0, (' raw', points))
-    for style, line in lines:
+    for weight, line in lines:
       path = ' '.join(f'{x(step):.1f},{y(value):.1f}' for step, value in line)
       if len(line) == 1:
         parts.append(
-          f'<circle class="dot {colour}" r="3" cx="{x(line[0][0]):.1f}"'
+          f'<circle class="dot {look}" r="3" cx="{x(line[0][0]):.1f}"'
           f' cy="{y(line[0][1]):.1f}"/>'
         )
       else:
         parts.append(
-          f'<polyline class="curve {colour}{style}{dashed}" points="{path}"/>'
+          f'<polyline class="curve {look}{weight}" points="{path}"/>'
         )
   label = html.escape(describe(chart))
   return (
@@ -217,9 +230,10 @@ def describe(chart: Chart) -> str:
   for curve in chart.curves:
     (start, first), (end, last) = curve.points[0], curve.points[-1]
     parts.append(
-      f'{curve.name}: {format_number(first, chart.unit)} at step {start:g}'
+      f'{curve.name}: {format_number(first, chart.unit)} at {chart.axis}'
+      f' {start:g}'
       + (
-        f', {format_number(last, chart.unit)} at step {end:g}'
+        f', {format_number(last, chart.unit)} at {chart.axis} {end:g}'
         if len(curve.points) > 1
         else ''
       )
@@ -229,11 +243,12 @@ def describe(chart: Chart) -> str:
 
 def marker(run: int, x: float, y: float, size: float = 4.5) -> str:
   """A mark whose shape and colour tell the run."""
-  colour = f's{run % COLOURS}'
-  shape = run % 4
+  # A run that shares its colour with another has another shape.
+  shape = (run + run // COLOURS) % 4
   if shape == 0:
     return (
-      f'<circle class="mark {colour}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
+      f'<circle class="mark {style(run)}" cx="{x:.1f}" cy="{y:.1f}"'
+      f' r="{size}"/>'
     )
   corners = {
     1: ((-1, -1), (1, -1), (1, 1), (-1, 1)),
@@ -243,15 +258,14 @@ def marker(run: int, x: float, y: float, size: float = 4.5) -> str:
   points = ' '.join(
     f'{x + size * dx:.1f},{y + size * dy:.1f}' for dx, dy in corners
   )
-  return f'<polygon class="mark {colour}" points="{points}"/>'
+  return f'<polygon class="mark {style(run)}" points="{points}"/>'
 
 
 def swatch(run: int) -> str:
   """Line and mark of a run, for the legend."""
-  dashed = ' dashed' if run >= COLOURS else ''
   return (
     '<svg class="swatch" viewBox="0 0 34 14" aria-hidden="true">'
-    f'<polyline class="curve s{run % COLOURS}{dashed}" points="1,7 33,7"/>'
+    f'<polyline class="curve {style(run)}" points="1,7 33,7"/>'
     f'{marker(run, 17, 7)}</svg>'
   )
 
@@ -290,7 +304,8 @@ def draw_intervals(title: str, intervals: Sequence[Interval], unit: str) -> str:
     low, high = min(low, 0.0), max(high, 0.0) or 1.0
   marks = ticks(low, high)
   low, high = marks[0], marks[-1]
-  left, row = 118, 26
+  longest = max(len(entry.label) for entry in intervals)
+  left, row = 7 * max(min(longest, _MAX_LABEL), 14) + 20, 26
   height = len(intervals) * row + 34
   bottom = height - 26
 
@@ -308,9 +323,11 @@ def draw_intervals(title: str, intervals: Sequence[Interval], unit: str) -> str:
   words = []
   for i, entry in enumerate(intervals):
     y = 4 + row * (i + 0.5)
-    colour = f's{entry.run % COLOURS}'
+    colour = style(entry.run)
     label = entry.label
-    label = label if len(label) <= 17 else label[:7] + '…' + label[-9:]
+    if len(label) > _MAX_LABEL:
+      # The end tells before from after, and one seed from another.
+      label = label[: _MAX_LABEL - 14] + '…' + label[-13:]
     parts.append(
       f'<text class="label" text-anchor="end" x="{left - 12}" y="{y + 4:.1f}">'
       f'{html.escape(label)}</text>'

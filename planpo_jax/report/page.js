@@ -15,6 +15,33 @@ const withUnit = (value, unit) =>
   unit === 'share' ? shown(100 * value) + '%' :
   unit === 'seconds' ? shown(value) + ' s' : shown(value, 4);
 
+// Runs whose curves are switched off.
+const hidden = new Set();
+
+const setUpSwitches = () => {
+  const section = document.getElementById('curves');
+  if (!section) return;
+  const drawn = (run) => section.querySelectorAll('.plot .r' + run);
+  for (const box of section.querySelectorAll('.switches input')) {
+    const run = Number(box.dataset.run);
+    const light = (on) => {
+      section.classList.toggle('dim', on);
+      for (const part of drawn(run)) part.classList.toggle('lit', on);
+    };
+    const choose = () => {
+      if (box.checked) hidden.delete(run);
+      else hidden.add(run);
+      for (const part of drawn(run)) {
+        part.classList.toggle('off', !box.checked);
+      }
+    };
+    box.addEventListener('change', choose);
+    box.parentElement.addEventListener('pointerenter', () => light(true));
+    box.parentElement.addEventListener('pointerleave', () => light(false));
+    choose();  // A browser may remember boxes when a page is loaded again.
+  }
+};
+
 const setUpCharts = ({plot, colours, charts}) => {
   for (const figure of document.querySelectorAll('[data-chart]')) {
     const chart = charts[Number(figure.dataset.chart)];
@@ -34,10 +61,14 @@ const setUpCharts = ({plot, colours, charts}) => {
       cursor.setAttribute('x1', place(step));
       cursor.setAttribute('x2', place(step));
       cursor.classList.add('on');
-      tip.replaceChildren(make('p', '', 'step ' + step));
-      for (const curve of chart.curves) {
-        const point = curve.points.find(([at]) => at === step);
-        if (!point) continue;
+      tip.replaceChildren(make('p', '', chart.axis + ' ' + step));
+      const met = chart.curves
+        .filter((curve) => !hidden.has(curve.run))
+        .map((curve) => ({curve, point: curve.points.find(
+          ([at]) => at === step)}))
+        .filter(({point}) => point)
+        .sort((a, b) => b.point[1] - a.point[1]);
+      for (const {curve, point} of met) {
         const line = make('p');
         line.append(make('i', 's' + curve.run % colours),
                     curve.name + ' ' + withUnit(point[1], chart.unit));
@@ -265,4 +296,5 @@ const setUpTranscripts = ({runs, files}) => {
 };
 
 setUpCharts(read('curves-data'));
+setUpSwitches();
 setUpTranscripts(read('transcripts-data'));

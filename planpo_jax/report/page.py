@@ -15,8 +15,9 @@ import html
 import json
 import os
 import pathlib
+import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from planpo_jax.report import charts, verdict
@@ -28,6 +29,9 @@ TITLE = 'planpo_jax training report'
 EPISODES_PER_FILE = 40
 # Most bytes of transcripts in a page, over all runs.
 TRANSCRIPT_BYTES = 7_000_000
+# What of the run the chart by turn shows: this share of its steps, the last.
+_LAST_STEPS = 0.25
+_STD_TURN = re.compile(r'advantage/std_turn_(\d+)')
 # Above this share of groups without a signal, the page says what it means.
 _FEW_SIGNALS = 0.5
 
@@ -57,6 +61,31 @@ _CURVES = (
     'All episodes of the group ended alike, so their outcomes teach nothing.',
   ),
   (
+    'advantage/signal_without_outcome_variance',
+    'Signal in such groups',
+    'share',
+    'Of the groups that ended alike, those in which this method still tells'
+    ' episodes apart.',
+  ),
+  (
+    'advantage/mean_abs',
+    'Size of the advantages',
+    '',
+    'Mean absolute value over response tokens.',
+  ),
+  (
+    'advantage/successes_with_negative_advantage',
+    'Successes that are discouraged',
+    'share',
+    'Share of successes whose turns have a negative mean advantage.',
+  ),
+  (
+    'advantage/successes_with_negative_efficiency',
+    'Successes slower than their group',
+    'share',
+    "Share of successes whose A^E, PlanPO's advantage for turns, is negative.",
+  ),
+  (
     'loss/kl_ref',
     'KL to the initial policy',
     '',
@@ -67,6 +96,24 @@ _CURVES = (
     'Clip fraction',
     'share',
     'Share of response tokens whose ratio was clipped.',
+  ),
+  (
+    'loss/ratio_max',
+    'Largest probability ratio',
+    '',
+    'New over old, of any response token.',
+  ),
+  (
+    'loss/ratio_min',
+    'Smallest probability ratio',
+    '',
+    'New over old, of any response token.',
+  ),
+  (
+    'critic/explained_variance',
+    'Explained variance',
+    '',
+    'Of the returns by the critic; 1 is all, 0 none.',
   ),
   (
     'rollout/score',
@@ -144,8 +191,8 @@ def write(
   """Reads runs and writes their page.
 
   Args:
-    paths: at least one: the directory of a run, a folder of dumped episodes or
-      one file of it.
+    paths: at least one: the directory of a run, the folder of a sweep, a folder
+      of dumped episodes or one file of it.
     output: file to write. By default `report.html` in the first path, or
       `NAME.html` beside it when it is a file `NAME.jsonl.gz`.
 
@@ -207,11 +254,12 @@ def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
     verdict='\n'.join(
       f'<p class="verdict">{html.escape(sentence)}</p>'
       for sentence in judged.paragraphs
-    ),
-    legend=_legend(runs),
+    )
+    + _in_words(judged.details),
+    legend='' if _are_many(runs) else _legend(runs),
     notes=_notes(runs),
-    results=_results(runs),
-    curves=_curves(main, other) if trained else '',
+    results=_side_by_side(runs) + _results(runs),
+    curves=_curves(main, other, runs) if trained else '',
     transcripts=_transcripts(runs),
     configuration=_configuration(trained) if trained else '',
     written=html.escape(written),
@@ -226,40 +274,72 @@ def _hash(source: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
+def _are_many(runs: Sequence[runs_lib.Run]) -> bool:
+  return len(runs) >= verdict.MANY
+
+
+def _in_words(sentences: Sequence[str]) -> str:
+  if not sentences:
+    return ''
+  shown = ''.join(f'<p>{html.escape(sentence)}</p>' for sentence in sentences)
+  return f'<details><summary>Each run in words</summary>{shown}</details>'
+
+
+def _state(run: runs_lib.Run) -> str:
+  planned = runs_lib.number(run.config.get('train.steps')) or 0
+  if run.only_episodes:
+    state = 'dumped episodes'
+  elif run.last_step is None:
+    state = 'no training step yet'
+  elif planned > run.last_step:
+    state = f'step {run.last_step} of {planned:.0f}'
+  else:
+    state = verdict.count(run.last_step, 'training step')
+  if not (run.only_episodes or run.replays or 'after' in run.rows):
+    state += ', not finished'
+  return state
+
+
+def _purpose(run: runs_lib.Run) -> str:
+  """What the sweep of the run says of it; '' without a sweep."""
+  published = f'Published: {run.published}' if run.published else ''
+  return ''.join(
+    f'<small>{html.escape(said)}</small>'
+    for said in (run.reason, published)
+    if said
+  )
+
+
 def _legend(runs: Sequence[runs_lib.Run]) -> str:
-  items = []
-  for i, run in enumerate(runs):
-    planned = runs_lib.number(run.config.get('train.steps')) or 0
-    if run.only_episodes:
-      state = 'dumped episodes'
-    elif run.last_step is None:
-      state = 'no training step yet'
-    elif planned > run.last_step:
-      state = f'step {run.last_step} of {planned:.0f}'
-    else:
-      state = verdict.count(run.last_step, 'training step')
-    if not (run.only_episodes or run.replays or 'after' in run.rows):
-      state += ', not finished'
-    items.append(
-      f'<li>{charts.swatch(i)}<b>{html.escape(run.name)}</b>'
-      f' <span>{state}</span></li>'
-    )
+  items = [
+    f'<li>{charts.swatch(i)}<b>{html.escape(run.name)}</b>'
+    f' <span>{_state(run)}{_purpose(run)}</span></li>'
+    for i, run in enumerate(runs)
+  ]
   return f'<ul class="runs" aria-label="Runs">{"".join(items)}</ul>'
 
 
 def _notes(runs: Sequence[runs_lib.Run]) -> str:
-  notes = [f'{run.name}: {note}' for run in runs for note in run.notes]
-  few_signals = []
+  concerned: dict[str, list[str]] = {}
+  for run in runs:
+    for note in run.notes:
+      concerned.setdefault(note, []).append(run.name)
+  notes = [f'{", ".join(names)}: {note}' for note, names in concerned.items()]
+  few_signals = {}
   for run in runs:
     points = run.metrics.get(
       ('train', 'advantage/groups_without_outcome_variance'), ()
     )
     share = sum(value for _, value in points) / max(1, len(points))
     if share > _FEW_SIGNALS:
-      few_signals.append(f'{100 * share:.0f}% ({run.name})')
+      few_signals[run.name] = f'{100 * share:.0f}%'
   if few_signals:
+    if _are_many(runs):
+      where = f'more than {100 * _FEW_SIGNALS:.0f}% ({", ".join(few_signals)})'
+    else:
+      where = ', '.join(f'{few_signals[name]} ({name})' for name in few_signals)
     notes.append(
-      f'In {", ".join(few_signals)} of the groups all episodes ended alike.'
+      f'In {where} of the groups all episodes ended alike.'
       ' Outcomes alone teach nothing there: a flat curve may mean tasks that'
       ' are too hard or too easy, or groups that are too small.'
     )
@@ -340,6 +420,61 @@ def _count(row: Mapping[str, Any], key: str) -> str:
   return '–' if count is None else f'{count:,.0f}'
 
 
+def _side_by_side(runs: Sequence[runs_lib.Run]) -> str:
+  """A line a run; '' for a few runs, whose results fit in full."""
+  if not _are_many(runs):
+    return ''
+  lines = []
+  for i, run in enumerate(runs):
+    row = run.rows.get('after', {})
+    change = verdict.success_against(runs[0], run) if i else None
+    against = _cell('–', '')
+    if change is not None:
+      against = _cell(
+        verdict.format_change(change, _SUCCESS),
+        verdict.format_change_interval(change, _SUCCESS),
+        {1: 'good', -1: 'bad'}.get(verdict.direction(change), ''),
+      )
+    lines.append(
+      f'<tr><th scope="row">{charts.swatch(i)} {html.escape(run.name)}'
+      f'<small>{_state(run)}</small></th><td>{_count(row, "episodes")}</td>'
+      f'{against}{_value_cells(row)}</tr>'
+    )
+  table = _table(
+    'After training; below each value its 95% interval. Success is set against'
+    f' that of {runs[0].name}: a coloured difference is clear, its interval'
+    ' leaves out 0.',
+    _columns(
+      'Run',
+      'Episodes',
+      f'Against {runs[0].name}',
+      *(measure.title for measure in verdict.MEASURES),
+    )
+    + f'<tbody>{"".join(lines)}</tbody>',
+    style='pinned',
+  )
+  return _section('runs', 'Runs', table, _purposes(runs))
+
+
+def _purposes(runs: Sequence[runs_lib.Run]) -> str:
+  """What the sweep says of its runs; '' without a sweep."""
+  lines = [
+    f'<tr><th scope="row">{charts.swatch(i)} {html.escape(run.name)}</th>'
+    f'<td>{html.escape(run.reason)}</td><td>{html.escape(run.published)}</td>'
+    '</tr>'
+    for i, run in enumerate(runs)
+    if run.reason or run.published
+  ]
+  if not lines:
+    return ''
+  return _table(
+    'What each run is for, and what is published about it.',
+    _columns('Run', 'What it is', 'Published')
+    + f'<tbody>{"".join(lines)}</tbody>',
+    style='texts',
+  )
+
+
 def _results(runs: Sequence[runs_lib.Run]) -> str:
   if not any(run.rows for run in runs):
     return ''
@@ -371,10 +506,18 @@ def _results(runs: Sequence[runs_lib.Run]) -> str:
       'Faults',
     )
     + ''.join(bodies),
+    style='pinned',
   )
+  if _are_many(runs):
+    table = f'<details><summary>Each evaluation</summary>{table}</details>'
   return _section(
     'results', 'Before and after', table, _by_type(runs), _interval_cards(runs)
   )
+
+
+def _shown_rows(runs: Sequence[runs_lib.Run]) -> tuple[str, ...]:
+  """Evaluations with a place of their own in each table and drawing."""
+  return ('after',) if _are_many(runs) else ('before', 'after')
 
 
 def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
@@ -384,13 +527,13 @@ def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
       continue  # Mixes in failures, which mostly last to the limit.
     intervals = []
     for i, run in enumerate(runs):
-      for name in ('before', 'after'):
+      for name in _shown_rows(runs):
         entry = verdict.estimate(run.rows.get(name), measure.key)
         if entry:
           intervals.append(
             charts.Interval(
               run=i,
-              label=name if len(runs) == 1 else f'{run.name} {name}',
+              label=_label(run, name, runs),
               value=entry.value,
               low=entry.low,
               high=entry.high,
@@ -405,11 +548,23 @@ def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
         f'<figure class="card"><figcaption><h3>{measure.title}</h3>'
         f'</figcaption>{drawing}</figure>'
       )
-  return (
-    '<p class="caption spaced">Open marks: before training. Filled marks:'
-    ' after. Bars: 95% intervals.</p>'
-    f'<div class="grid-cards wide">{"".join(cards)}</div>'
+  caption = (
+    'After training. Bars: 95% intervals.'
+    if _are_many(runs)
+    else 'Open marks: before training. Filled marks: after. Bars: 95%'
+    ' intervals.'
   )
+  return (
+    f'<p class="caption spaced">{caption}</p>'
+    + f'<div class="grid-cards wide">{"".join(cards)}</div>'
+  )
+
+
+def _label(run: runs_lib.Run, row: str, runs: Sequence[runs_lib.Run]) -> str:
+  """Names one evaluation of one of the runs of a page."""
+  if len(runs) == 1:
+    return row
+  return run.name if _are_many(runs) else f'{run.name} {row}'
 
 
 def _by_type(runs: Sequence[runs_lib.Run]) -> str:
@@ -418,9 +573,10 @@ def _by_type(runs: Sequence[runs_lib.Run]) -> str:
   for run in runs:
     for name, row in run.rows.items():
       types = row.get('by_type')
+      if _are_many(runs) and name not in _shown_rows(runs):
+        continue
       if isinstance(types, dict) and types:
-        label = name if len(runs) == 1 else f'{run.name} {name}'
-        columns.append((label, types))
+        columns.append((_label(run, name, runs), types))
   if not columns:
     return ''
   names = sorted(
@@ -452,6 +608,7 @@ def _by_type(runs: Sequence[runs_lib.Run]) -> str:
     ' of the successful ones.',
     _columns('Task type', *(label for label, _ in columns))
     + f'<tbody>{"".join(lines)}</tbody>',
+    style='pinned',
   )
   return f'<details><summary>By task type</summary>{table}</details>'
 
@@ -480,13 +637,16 @@ def _charts(
     return found
 
   main = []
-  for key, title, unit, caption in _CURVES:
+  for key, title, unit, caption in _numbered(_CURVES, runs):
     found = curves('train', key)
     area, _, measure = key.partition('/')
     if area == 'rollout':
       found += curves('eval', f'eval/{measure}')
     if found:
       main.append(charts.Chart(title, caption, found, unit))
+    if key == 'advantage/mean_abs':
+      by_turn = _advantage_by_turn(runs)
+      main += [by_turn] if by_turn else []
   other = []
   for kind, key in sorted({k for run in runs for k in run.metrics} - used):
     unit = 'seconds' if key.startswith('time/') else ''
@@ -495,6 +655,47 @@ def _charts(
       charts.Chart(title, '', curves(kind, key), unit, from_zero=False)
     )
   return main, other
+
+
+def _numbered(
+  listed: Sequence[tuple[str, str, str, str]], runs: Sequence[runs_lib.Run]
+) -> Iterator[tuple[str, str, str, str]]:
+  """Each of `listed`, and after it `key_0` and so on, as far as logged.
+
+  A critic with several heads logs a value for each.
+  """
+  logged = sorted({key for run in runs for _, key in run.metrics})
+  for key, title, unit, caption in listed:
+    yield key, title, unit, caption
+    for other in logged:
+      number = other.removeprefix(f'{key}_')
+      if number != other and number.isdecimal():
+        yield other, f'{title}, head {number}', unit, caption
+
+
+def _advantage_by_turn(runs: Sequence[runs_lib.Run]) -> charts.Chart | None:
+  """How far the advantages of turns of one place differ, near the end."""
+  curves = []
+  for i, run in enumerate(runs):
+    points = []
+    for (kind, key), values in run.metrics.items():
+      match = _STD_TURN.match(key)
+      if kind == 'train' and match:
+        since = (1 - _LAST_STEPS) * (run.last_step or 0)
+        late = [value for step, value in values if step > since]
+        if late:
+          points.append((float(match[1]), sum(late) / len(late)))
+    if points:
+      curves.append(charts.Curve(i, run.name, sorted(points)))
+  if not curves:
+    return None
+  return charts.Chart(
+    'Spread of the advantages by turn',
+    'Standard deviation over the turns of one span, drawn at its first turn;'
+    f' mean of the last {100 * _LAST_STEPS:.0f}% of the steps.',
+    curves,
+    axis='turn',
+  )
 
 
 def _figures(drawn: Sequence[charts.Chart], first: int) -> str:
@@ -513,17 +714,34 @@ def _figures(drawn: Sequence[charts.Chart], first: int) -> str:
   return f'<div class="grid-cards">{"".join(figures)}</div>'
 
 
-def _curves(main: Sequence[charts.Chart], other: Sequence[charts.Chart]) -> str:
+def _switches(runs: Sequence[runs_lib.Run]) -> str:
+  """A legend that stays in sight, whose entries switch curves off."""
+  items = ''.join(
+    f'<label><input type="checkbox" checked data-run="{i}">'
+    f'{charts.swatch(i)}{html.escape(run.name)}</label>'
+    for i, run in enumerate(runs)
+    if not run.only_episodes
+  )
+  return f'<fieldset class="switches" aria-label="Curves">{items}</fieldset>'
+
+
+def _curves(
+  main: Sequence[charts.Chart],
+  other: Sequence[charts.Chart],
+  runs: Sequence[runs_lib.Run],
+) -> str:
   if not main and not other:
     return _section(
       'curves', 'Training', '<p class="empty">No metrics were logged yet.</p>'
     )
   parts = [
-    '<p class="caption">By training step. Lines: training episodes, smoothed'
-    ' over neighbouring steps where a thin line shows each step. Marks:'
-    ' evaluations. Point at a chart, or focus it and use the arrow keys, to'
-    ' read values.</p>'
+    '<p class="caption">By training step. Lines: training episodes, in long'
+    ' runs smoothed over neighbouring steps; a thin line, where there are few'
+    ' runs, shows each step. Marks: evaluations. Point at a chart, or focus it'
+    ' and use the arrow keys, to read values.</p>'
   ]
+  if len(runs) > 1:
+    parts.append(_switches(runs))
   if main:
     parts.append(_figures(main, 0))
   if other:
@@ -542,6 +760,7 @@ def _curves_json(drawn: Sequence[charts.Chart]) -> str:
       'charts': [
         {
           'unit': chart.unit,
+          'axis': chart.axis,
           'steps': charts.domain(chart)[0],
           'curves': [
             {
@@ -633,7 +852,10 @@ def _is_main_setting(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _settings_table(
-  title: str, keys: Sequence[str], runs: Sequence[runs_lib.Run]
+  title: str,
+  keys: Sequence[str],
+  runs: Sequence[runs_lib.Run],
+  names: Sequence[str] = (),
 ) -> str:
   lines = []
   for key in keys:
@@ -649,9 +871,9 @@ def _settings_table(
     )
   return _table(
     title,
-    _columns('Setting', *(run.name for run in runs))
+    _columns('Setting', *(names or (run.name for run in runs)))
     + f'<tbody>{"".join(lines)}</tbody>',
-    style='words',
+    style='words pinned' + (' many' if _are_many(runs) else ''),
   )
 
 
@@ -684,7 +906,14 @@ def _configuration(runs: Sequence[runs_lib.Run]) -> str:
     for key in keys
     if any(_is_main_setting(key, run.config) for run in runs)
   ]
-  if main:
+  if _are_many(runs):
+    # Those that differ stand above; a column a run would only repeat.
+    shared = [key for key in main if not _differs(key, runs)]
+    if shared:
+      parts.append(
+        _settings_table('Main settings', shared, runs[:1], ['All runs'])
+      )
+  elif main:
     parts.append(_settings_table('Main settings', main, runs))
   parts.append(
     f'<details><summary>All settings ({len(keys)})</summary>'

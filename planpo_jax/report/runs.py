@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from planpo_jax import sweep
+
 FILES = ('config.json', 'metrics.jsonl', 'summary.json', 'transcripts/')
 
 # Longest text kept of one observation, response or action, in characters.
@@ -72,6 +74,8 @@ class Run:
     notes: sentences about what was missing or unreadable.
     only_episodes: `path` is a dump, or a file of one, and not a run: there
       are transcripts and nothing else.
+    reason: what its sweep has the run for; '' without a sweep.
+    published: what its sweep says a paper reports for it.
   """
 
   name: str
@@ -84,6 +88,8 @@ class Run:
   transcripts: Sequence[TranscriptFile]
   notes: Sequence[str]
   only_episodes: bool = False
+  reason: str = ''
+  published: str = ''
 
   @property
   def replays(self) -> bool:
@@ -100,19 +106,20 @@ def load_all(
   """Reads several runs.
 
   Args:
-    paths: one a run, as given to `launch/train.py --workdir`; or a folder of
-      dumped episodes, or one file of it.
+    paths: one a run, as given to `launch/train.py --workdir`; or the folder of
+      a sweep, which stands for all its runs; or a folder of dumped episodes, or
+      one file of it.
     episodes_per_file: most episodes kept of one file of transcripts.
     transcript_bytes: most bytes of encoded transcripts, over all runs.
 
   Returns:
-    The runs, in the order given.
+    The runs, in the order given; those of a sweep in its order.
 
   Raises:
     RunError: a path is given twice, is missing or holds neither a run nor a
       dump.
   """
-  resolved = [path.resolve() for path in paths]
+  resolved = [run for path in paths for run in _runs_at(path.resolve())]
   for index, path in enumerate(resolved):
     if path in resolved[:index]:
       raise RunError(f'{path} is given twice; give each run once.')
@@ -125,6 +132,32 @@ def load_all(
     )
     for path in resolved
   ]
+
+
+def _is_run(path: pathlib.Path) -> bool:
+  return any((path / file).exists() for file in FILES)
+
+
+def _runs_at(path: pathlib.Path) -> list[pathlib.Path]:
+  """The runs in a folder of a sweep; else the path itself."""
+  if not path.is_dir() or _is_run(path) or _dump_files(path):
+    return [path]
+  order = {name: i for i, name in enumerate(_sweep_entries(path))}
+  found = [folder for folder in path.iterdir() if _is_run(folder)]
+  # A run that the sweep does not know comes after those that it does.
+  return sorted(
+    found, key=lambda run: (order.get(run.name, len(order)), run.name)
+  ) or [path]
+
+
+def _sweep_entries(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """What a sweep wrote about the runs in its folder, by name, in order."""
+  runs = _read_object(folder / sweep.RECORD, []).get('runs')
+  return {
+    text(entry.get('name')): entry
+    for entry in (runs if isinstance(runs, list) else ())
+    if isinstance(entry, dict)
+  }
 
 
 def _name(path: pathlib.Path, others: Sequence[pathlib.Path]) -> str:
@@ -145,13 +178,14 @@ def _load(
 ) -> Run:
   expected = (
     f'A run is the --workdir of launch/train.py and holds {", ".join(FILES)};'
+    ' the --workdir of launch/sweep.py holds folders of runs;'
     f' a dump of episodes is a folder of *{DUMP_SUFFIX} or one such file.'
   )
   if not path.exists():
     raise RunError(f'{path}: no such directory or file. {expected}')
   if not path.is_dir() and not path.name.endswith(DUMP_SUFFIX):
     raise RunError(f'{path}: a file that is no dump of episodes. {expected}')
-  is_run = any((path / file).exists() for file in FILES)
+  is_run = _is_run(path)
   dumped = [path] if path.is_file() else _dump_files(path)
   if not is_run and not dumped:
     raise RunError(f'{path}: holds none of the files of a run. {expected}')
@@ -200,6 +234,7 @@ def _load(
   steps = [
     points[-1][0] for (kind, _), points in metrics.items() if kind == 'train'
   ]
+  entry = _sweep_entries(path.parent).get(path.name, {})
   return Run(
     name=name,
     path=path,
@@ -211,6 +246,8 @@ def _load(
     transcripts=transcripts,
     notes=tuple(notes),
     only_episodes=not is_run,
+    reason=text(entry.get('reason')),
+    published=text(entry.get('published')),
   )
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from planpo_jax.report import runs as runs_lib
 
+# From so many runs on a page gives an overview before each run's sentences.
+MANY = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
@@ -56,10 +59,12 @@ class Verdict:
   Attributes:
     headline: one short sentence.
     paragraphs: what follows it; for a single run one paragraph.
+    details: sentences about each run, where `paragraphs` is an overview.
   """
 
   headline: str
   paragraphs: tuple[str, ...]
+  details: tuple[str, ...] = ()
 
 
 def estimate(row: Mapping[str, Any] | None, key: str) -> Estimate | None:
@@ -190,17 +195,76 @@ def judge(runs: Sequence[runs_lib.Run]) -> Verdict:
     sentence = _comparison(runs[0], run)
     if sentence:
       sentences.append(sentence)
+  caution = ()
   if any(run.rows for run in runs):
-    sentences.append(
+    caution = (
       'Brackets: 95% intervals over evaluation episodes, which do not cover'
-      ' how much another seed of the same training would differ.'
+      ' how much another seed of the same training would differ.',
     )
+  if len(runs) >= MANY:
+    return Verdict(
+      f'{len(runs)} runs side by side',
+      (*_overview(runs), *caution),
+      tuple(sentences),
+    )
+  sentences += caution
   if len(runs) == 1:
     return Verdict(_headline(runs[0]), (' '.join(sentences),))
   return Verdict(
     'Runs side by side: ' + ', '.join(run.name for run in runs),
     tuple(sentences),
   )
+
+
+def _overview(runs: Sequence[runs_lib.Run]) -> list[str]:
+  """Which run ended best, and how all stand to the first."""
+  ends = [
+    (run, estimate(run.rows.get('after'), 'success'))
+    for run in runs
+    if not run.only_episodes
+  ]
+  ended = [(run, success) for run, success in ends if success]
+  if not ended:
+    return ['None of the runs has a closing evaluation yet.']
+  best, success = max(ended, key=lambda end: end[1].value)
+  sentence = (
+    f'{best.name} succeeded most often after training: in'
+    f' {_value(success, MEASURES[0])}.'
+  )
+  if len(ended) < len(ends):
+    sentence = (
+      f'{len(ended)} of {len(ends)} runs have a closing evaluation. {sentence}'
+    )
+  sides: dict[int, list[str]] = {1: [], -1: [], 0: []}
+  for run in runs[1:]:
+    change = success_against(runs[0], run)
+    if change is not None:
+      sides[direction(change)].append(run.name)
+  groups = [
+    f'{words}: {", ".join(sides[side])}'
+    for side, words in (
+      (1, 'clearly more often successful'),
+      (-1, 'clearly less often successful'),
+      (0, 'no clear difference'),
+    )
+    if sides[side]
+  ]
+  if not groups:
+    return [sentence]
+  return [sentence, f'Against {runs[0].name}, {"; ".join(groups)}.']
+
+
+def success_against(
+  reference: runs_lib.Run, run: runs_lib.Run
+) -> Estimate | None:
+  """Success of `run` less that of `reference`, after training.
+
+  None where one was not evaluated, or on another split.
+  """
+  if reference.split != run.split:
+    return None
+  rows = reference.rows.get('after'), run.rows.get('after')
+  return difference(*(estimate(row, 'success') for row in rows))
 
 
 def _success_change(run: runs_lib.Run) -> Estimate | None:

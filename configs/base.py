@@ -235,13 +235,16 @@ def variant(
 ) -> ml_collections.ConfigDict:
   """Applies the part after the colon of `--config=FILE.py:PRESET,PRESET`.
 
-  In the order given, but `smoke` last: it makes small what the others set.
+  In the order given, then `smoke`, which makes small what the others set, and
+  last the values that follow from others: a preset may give a function of the
+  configuration.
 
   Raises:
     ValueError: unknown preset, or one that sets a key which does not exist.
   """
   names = [name.strip() for name in text.split(',') if name.strip()]
   known = presets()
+  following = []
   for name in names:
     if name != 'smoke' and name not in known:
       near = difflib.get_close_matches(name, known, n=1)
@@ -251,8 +254,15 @@ def variant(
         + (f' Did you mean {near[0]!r}?' if near else '')
       )
     for key, value in known.get(name, {}).items():
-      _set(config, name, key, value)
-  return smoke(config) if 'smoke' in names else config
+      if callable(value):
+        following.append((name, key, value))
+      else:
+        _set(config, name, key, value)
+  if 'smoke' in names:
+    config = smoke(config)
+  for name, key, value in following:
+    _set(config, name, key, value(config))
+  return config
 
 
 def _set(

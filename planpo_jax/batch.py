@@ -273,6 +273,23 @@ def with_advantages(
   )
 
 
+def with_targets(
+  batch: Batch, target_RC: np.ndarray, mask_RC: np.ndarray
+) -> Batch:
+  """Fills in what the critic is to learn; host arrays.
+
+  Args:
+    batch: of the episodes that the targets were computed from.
+    target_RC: [R, C] float32 values, a column a head.
+    mask_RC: [R, C] bool, where they are learnt.
+  """
+  return dataclasses.replace(
+    batch,
+    target_BTC=to_rows(batch, np.asarray(target_RC, np.float32)),
+    target_mask_BTC=to_rows(batch, np.asarray(mask_RC, np.bool_)),
+  )
+
+
 def to_rows(batch: Batch, x_R: np.ndarray) -> np.ndarray:
   """Returns [B, T, ...] what each response token has in x_R; 0 elsewhere.
 

@@ -61,6 +61,30 @@ class Source(abc.ABC):
 Play = Callable[[int], rollout.Collected]
 
 
+def refilling(
+  play: Callable[[int, int], rollout.Collected],
+  enough: Callable[[list[episodes.Episode]], bool],
+  limit: int,
+) -> Play:
+  """Plays on until a step has enough.
+
+  Args:
+    play: (step, refill) plays the tasks of a step, or of its refills from 1.
+    enough: whether the episodes of a step so far suffice.
+    limit: most refills.
+  """
+
+  def play_enough(step: int) -> rollout.Collected:
+    parts = [play(step, 0)]
+    while len(parts) <= limit and not enough(
+      [episode for part in parts for episode in part.episodes]
+    ):
+      parts.append(play(step, len(parts)))
+    return rollout.joined(parts)
+
+  return play_enough
+
+
 class SetParams(Protocol):
   """Sets the params to play with."""
 

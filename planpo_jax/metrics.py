@@ -145,12 +145,14 @@ class Timers:
     return scalars | {'time/step_s': sum(self.seconds.values())}
 
 
-# Groups whose members all did alike: GRPO learns nothing from them.
+# Groups whose members all did alike: GRPO learns nothing from them; and of
+# those the share from which the method of the run learns something.
 _TIED = 'advantage/groups_without_outcome_variance'
+_TAUGHT = 'advantage/signal_without_outcome_variance'
 
 
-# From this share on, most of a step's episodes teach an outcome-based method
-# nothing, and a flat curve says little about the method.
+# From this share of groups that teach nothing on, a flat curve says little
+# about the method.
 _TIED_WARNING = 0.8
 # Nats between the sampler's and the learner's log-probability of one token, by
 # the type of the products. Rounding makes 1e-6 to 1e-4 of it in float32 on a
@@ -169,10 +171,12 @@ def warnings(
     filtered: sampling leaves out ids that the learner scores.
   """
   found = []
-  if scalars[_TIED] >= _TIED_WARNING:
+  idle = scalars[_TIED] * (1 - scalars[_TAUGHT])
+  if idle >= _TIED_WARNING:
     found.append(
-      f'in {scalars[_TIED]:.0%} of the groups all members did alike; tasks of '
-      'middling difficulty or a larger group_size teach more'
+      f'in {idle:.0%} of the groups all members did alike, and nothing is '
+      'learnt from them; tasks of middling difficulty or a larger group_size '
+      'teach more'
     )
   if scalars['loss/nonfinite_updates']:
     found.append(

@@ -34,6 +34,16 @@ class Scores:
   value_BTC: jax.Array | None = None
 
 
+def to_batch(rows: batch_lib.Batch, scores: Scores) -> batch_lib.Batch:
+  """Rows with their scores, both on the mesh."""
+  return dataclasses.replace(
+    rows,
+    old_logp_BT=scores.old_logp_BT,
+    ref_logp_BT=scores.ref_logp_BT,
+    value_BTC=scores.value_BTC,
+  )
+
+
 def to_table(
   table: episodes.TurnTable,
   rows: batch_lib.Batch,

@@ -5,7 +5,8 @@ played until enough groups have something to teach.
 
 Departures: a group counts as teaching when the method gives one of its members
 an advantage. For GRPO that is DAPO's rule, returns that differ; PlanPO learns
-from groups that all succeed too. Groups that teach nothing fill up a step that
+from groups that all succeed too. A method that must ask the networks first is
+given DAPO's rule. Groups that teach nothing fill up a step that
 is still short at the last refill, as in verl-agent.
 """
 
@@ -16,6 +17,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from planpo_jax import episodes
+
+
+def outcome_signal(table: episodes.TurnTable) -> np.ndarray:
+  """DAPO's own rule: returns in the group differ.
+
+  For methods whose advantages need more than the episodes.
+
+  Returns:
+    [E] bool.
+  """
+  group_E = np.asarray(table.episode_group_E)
+  return_E = np.asarray(table.episode_return_E)
+  signal_E = np.zeros(len(group_E), bool)
+  for group in np.unique(group_E[group_E < len(group_E)]):
+    members_E = group_E == group
+    signal_E |= members_E & (np.ptp(return_E[members_E]) > 0)
+  return signal_E
 
 
 def teaching_groups(

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import threading
+from collections.abc import Callable
 
 import jax
 import ml_collections
@@ -23,16 +24,19 @@ from planpo_jax import (
   episodes,
   evaluate,
   experience,
+  horizon,
+  learner,
   losses,
   metrics,
-  optimizer,
   rollout,
+  scores,
+  selection,
   sharding,
   tasks,
   update,
 )
 from planpo_jax import config as config_lib
-from planpo_jax.models import qwen2
+from planpo_jax.losses import kl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class _Plan:
   mesh: jax.sharding.Mesh
   method: advantages.Method
   loss: update.LossFn
+  kl_reward: Callable[..., jax.Array] | None
   replay: experience.Replay | None
 
 
@@ -92,7 +97,13 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
   config_lib.check(config, jax.device_count())
   name = config.advantage.name
   method = advantages.get(name, **config.advantage[name])
-  loss = losses.get(config.loss.name, **config.loss[config.loss.name])
+  terms = config.loss[config.loss.name]
+  loss = losses.get(config.loss.name, **terms)
+  kl_reward = None
+  if terms.get('kl_in_reward'):
+    kl_reward = functools.partial(
+      kl.token_reward, kind=terms.kl_kind, coef=terms.kl_coef
+    )
   config_lib.check_workdir(workdir, config)
   config = config.copy_and_resolve_references()
   for key in ('dump', 'replay'):
@@ -121,7 +132,7 @@ def _plan(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> _Plan:
     config.sampler.slots = capacity.slots(config, network.policy, mesh)
   if config.rollout.dump:
     config_lib.check_dump(workdir, pathlib.Path(config.rollout.dump))
-  return _Plan(config, network, mesh, method, loss, replay)
+  return _Plan(config, network, mesh, method, loss, kl_reward, replay)
 
 
 def _train(
@@ -150,24 +161,9 @@ def _train(
       terminal,
       lambda: stop.requested() or leaving.is_set(),
     )
-  optim = optimizer.make(**config.optimizer)
-  logps = functools.partial(
-    qwen2.token_logps, model.policy, temperature=config.sampler.temperature
-  )
-  micro = {
-    'micro_rows': config.learner.micro_rows,
-    'micro_sharding': sharding.micro_sharding(mesh),
-  }
+  method = plan.method
+  learn = learner.make(config, method.traits, plan.loss, model.policy, mesh)
   ref_params = model.params  # Never donated: `create` copies them.
-  shapes = jax.eval_shape(lambda p: update.create(p, optim), ref_params)
-  score = update.make_score(lambda *rows: logps(*rows)[0], **micro)
-  update_step = update.make_update(
-    logps,
-    plan.loss,
-    optim,
-    state_shardings=sharding.param_shardings(mesh, shapes),
-    **micro,
-  )
 
   # Claimed only now: a run that could not start leaves no trace.
   lock = config_lib.claim(workdir, config)
@@ -181,36 +177,74 @@ def _train(
   )
   done = checkpoints.latest_step() or 0
   if done:
-    state = checkpoints.restore(sharding.abstract(mesh, shapes))
+    state = checkpoints.restore(learn.shapes)
     terminal.say(f'resuming after step {done} of {steps}')
   else:
-    state = sharding.shard_params(mesh, update.create(ref_params, optim))
+    state = learn.create(ref_params)
   writer = metrics.Writer(workdir, done)
   folder = config.rollout.dump and pathlib.Path(config.rollout.dump)
   recorder = dump.Recorder(folder or None, config.chat.context)
   clock = metrics.Clock()
 
-  def play(step: int) -> rollout.Collected:
-    """Plays the episodes of step `step`, from 0."""
-    chosen = tasks.at(
-      train_tasks, step, count=config.train.tasks_per_step, seed=seed
-    )
+  def play(step: int, refill: int) -> rollout.Collected:
+    """Plays the episodes of step `step`, from 0, or those of a refill."""
+    count, size = config.train.tasks_per_step, config.train.group_size
+    chosen = [
+      task
+      for number in range(refill + 1)
+      for task in tasks.at(
+        train_tasks, step, count=count, seed=seed, refill=number
+      )
+    ]
+    label = f'step {step + 1}/{steps}'
     return player.play(
-      f'step {step + 1}/{steps}',
-      rollout.group_jobs(chosen, config.train.group_size),
+      f'{label}, refill {refill}' if refill else label,
+      # Numbered over all refills, so that no member of a task comes twice.
+      rollout.group_jobs(chosen, size)[-count * size :],
       seed=(seed, evaluate.TRAIN_SEED, step),
-      max_turns=config.env.max_turns,
+      max_turns=horizon.at(
+        step,
+        horizons=config.env.horizons,
+        horizon_steps=config.env.horizon_steps,
+        max_turns=config.env.max_turns,
+      ),
       settings=config_lib.settings(config.sampler),
       deadline_s=config.rollout.deadline_s,
     )
 
+  def tabulate(learnt: list[episodes.Episode]) -> episodes.TurnTable:
+    table = episodes.tabulate(
+      learnt,
+      outcome=config.train.outcome,
+      success_return=config.train.success_return,
+      success_threshold=config.train.success_threshold,
+      score_floor=config.train.score_floor,
+      score_max=config.train.score_max,
+    )
+    return method.annotate(table, learnt, model.tokenizer.decode)
+
+  def signal(learnt: list[episodes.Episode]) -> np.ndarray:
+    """[E] the method learns something from the episode."""
+    table = tabulate(learnt)
+    if method.traits.entropy:  # Known only after the networks are asked.
+      return selection.outcome_signal(table)
+    return advantages.signal(table, method.estimate(table, progress=1.0))
+
+  def enough(played: list[episodes.Episode]) -> bool:
+    learnt = episodes.learnable(played)
+    return bool(learnt) and (
+      len(selection.teaching_groups(learnt, signal(learnt)))
+      >= config.train.tasks_per_step
+    )
+
+  play_step = experience.refilling(play, enough, config.train.max_refills)
   source: experience.Source
   if plan.replay is not None:
     source = plan.replay
   elif config.rollout.overlap:
-    source = experience.Ahead(player.set_params, play, steps)
+    source = experience.Ahead(player.set_params, play_step, steps)
   else:
-    source = experience.Live(player.set_params, play)
+    source = experience.Live(player.set_params, play_step)
 
   def evaluation(name: str, step: int) -> evaluate.Summary | None:
     """Plays held-out tasks, always the same with the same random keys.
@@ -273,13 +307,15 @@ def _train(
           f'{played[-1].fault}'
         )
 
-      with timers.measure('advantage'):
-        table = episodes.tabulate(
-          learnt, success_return=config.train.success_return
-        )
-        adv_R = np.asarray(
-          plan.method.estimate(table, progress=(step + 1) / steps)
-        )
+      with timers.measure('tabulate'):
+        if config.train.max_refills or config.train.drop_zero_groups:
+          learnt = selection.choose(
+            learnt,
+            signal(learnt),
+            groups=config.train.tasks_per_step,
+            drop=config.train.drop_zero_groups,
+          )
+        table = tabulate(learnt)
         rows = batch.pack(
           learnt,
           context=config.chat.context,
@@ -288,23 +324,30 @@ def _train(
           row_multiple=config.learner.micro_rows,
           seed=step,
         )
-        rows = batch.with_advantages(rows, adv_R)
 
       with timers.measure('score'):
-        rows = sharding.put_batch(mesh, rows)
-        rows = dataclasses.replace(
-          rows,
-          old_logp_BT=score(state.params, rows),
-          ref_logp_BT=score(ref_params, rows),
+        scored = learn.score(state, ref_params, sharding.put_batch(mesh, rows))
+        jax.block_until_ready(scored)  # So that the timers tell the truth.
+
+      with timers.measure('advantage'):
+        table = scores.to_table(table, rows, scored, plan.kl_reward)
+        progress = (step + 1) / steps
+        adv_R = np.asarray(method.estimate(table, progress=progress))
+        rows = batch.with_advantages(
+          rows, adv_R, table.token_role_R > 0 if method.traits.roles else None
         )
-        jax.block_until_ready(rows)  # So that the timers tell the truth.
+        if method.targets is not None:
+          rows = batch.with_targets(
+            rows, *method.targets(table, progress=progress)
+          )
+        rows = scores.to_batch(sharding.put_batch(mesh, rows), scored)
 
       with timers.measure('update'):
         reports = []
         for minibatch in batch.split(rows, config.learner.minibatches):
-          state, report = update_step(state, minibatch)
+          state, report = learn.update(state, minibatch)
           reports.append(report)
-        learning = update.scalars(reports)  # Waits for the updates.
+        learning = learner.scalars(reports)  # Waits for the updates.
       done = step + 1
 
       scalars = {

@@ -8,7 +8,8 @@ import sys
 import jax
 import pytest
 
-from configs import base, quickstart
+from configs import base, quickstart, sciworld_7b
+from planpo_jax import advantages, losses
 from planpo_jax import config as config_lib
 from planpo_jax.models import qwen2
 
@@ -30,6 +31,51 @@ def test_every_experiment_and_its_smoke_form_pass(name):
   config_lib.check(tiny, 1)
   assert (tiny.model.size, tiny.env.name) == ('nano', 'toy')
   assert tiny.train.steps == 3
+
+
+@pytest.mark.parametrize('preset', sorted(base.presets()))
+@pytest.mark.parametrize('name', EXPERIMENTS)
+def test_every_preset_passes_on_every_experiment(name, preset):
+  module = importlib.import_module(f'configs.{name}')
+  full = module.get_config(preset)
+  full.model.checkpoint = full.model.checkpoint or 'given on the command line'
+  config_lib.check(full, 1 if name == 'quickstart' else 4)
+  config_lib.check(module.get_config(f'{preset},smoke'), 1)
+  chosen = base.presets()[preset]
+  method = chosen.get('advantage.name', 'planpo')
+  assert full.advantage.name == method
+  # Their values are accepted, and they are not the defaults under a new name.
+  advantages.get(method, **full.advantage[method])
+  losses.get(full.loss.name, **full.loss[full.loss.name])
+  plain = module.get_config(method)
+  plain.model.checkpoint = full.model.checkpoint
+  assert preset == method or full.to_json() != plain.to_json()
+
+
+def test_presets_apply_in_order_and_smoke_last():
+  config = quickstart.get_config('smoke, scaling_inter ,grpo')
+  assert config.advantage.name == 'grpo'
+  assert config.env.horizons == (2, 4, 6) and config.train.steps == 3
+  assert sciworld_7b.get_config('scaling_inter').env.horizons == (10, 20, 30)
+  assert sciworld_7b.get_config('grpo,planpo').advantage.name == 'planpo'
+
+
+def test_values_that_follow_from_others_come_after_smoke(monkeypatch):
+  monkeypatch.setitem(
+    base.PRESETS,
+    'half',
+    {'env.max_turns': lambda config: config.chat.max_response // 2},
+  )
+  assert quickstart.get_config('half').env.max_turns == 32
+  assert quickstart.get_config('half,smoke').env.max_turns == 6
+
+
+def test_bad_presets_are_told(monkeypatch):
+  with pytest.raises(ValueError, match="'grop' is unknown.*mean 'grpo'"):
+    quickstart.get_config('grop')
+  monkeypatch.setitem(base.PRESETS, 'odd', {'train.no_such': 1})
+  with pytest.raises(ValueError, match="'odd' sets train.no_such=1"):
+    quickstart.get_config('odd')
 
 
 @pytest.mark.parametrize(
@@ -57,8 +103,14 @@ def test_paper_experiments(name, size, billions):
   [
     ('train.group_size', 1, ('train.group_size=1', 'at least 2', 'try 8')),
     ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
+    ('advantage.name', 'hiper', ("chat.prompt='brief'", 'chat.prompt=hiper')),
+    ('train.outcome', 'grade', ("'grade'", 'binary, graded')),
+    ('train.success_return', 0.0, ('success_return=0.0', 'above 0', 'try 10')),
+    ('train.max_refills', -1, ('max_refills=-1', 'at least 0')),
+    ('env.horizons', (10, 0), ('env.horizons=(10, 0)', 'try (10, 20, 30)')),
+    ('env.horizon_steps', 0, ('env.horizon_steps=0', 'at least 1')),
     ('learner.minibatches', 3, ('minibatches=3', '2 x 4 = 8', 'try 2')),
-    ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, planpo', "'planpo'?")),
+    ('advantage.name', 'planpoo', ("'planpoo'", 'grpo, hgpo', "'planpo'?")),
     ('env.name', 'alfword', ("'alfword'", 'sciworld, toy')),
     ('loss.name', 'ppo', ("'ppo'", 'ppo_clip')),
     ('chat.context', 'chat', ("'chat'", 'conversation, window')),
@@ -209,7 +261,7 @@ def test_base_lists_hyperparameters_of_every_method():
       ('config.advantage.planpo.alpha_init',),
     ),
     (['--config.train.steps=abc'], ("'abc'", 'config.train.steps')),
-    (['--config=configs/quickstart.py:smok'], ("'smok'", '`smoke`')),
+    (['--config=configs/quickstart.py:smok'], ("'smok'", 'known are smoke')),
     (['--config=configs/nowhere.py'], ('configs/nowhere.py', 'cannot')),
     (['--confgi=3'], ("'confgi'",)),
     ([], ('--workdir is missing',)),

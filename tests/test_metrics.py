@@ -79,6 +79,7 @@ def test_duration():
 def test_warnings_name_what_needs_attention():
   calm = {
     'advantage/groups_without_outcome_variance': 0.3,
+    'advantage/signal_without_outcome_variance': 0.0,
     'loss/nonfinite_updates': 0.0,
     'loss/skipped_updates': 0.0,
     'loss/sampler_gap': 1e-5,
@@ -97,6 +98,10 @@ def test_warnings_name_what_needs_attention():
   ):
     (said,) = metrics.warnings(calm | {key: value}, 'float32')
     assert word in said
+  # Where the method learns from half of them, 45 % of the groups are idle.
+  tied = {'advantage/groups_without_outcome_variance': 0.9}
+  taught = {'advantage/signal_without_outcome_variance': 0.5}
+  assert metrics.warnings(calm | tied | taught, 'float32') == []
   # Episodes of an older policy differ by rights.
   stale = {'rollout/staleness': 1.0, 'loss/sampler_gap': 0.5}
   assert metrics.warnings(calm | stale, 'float32') == []

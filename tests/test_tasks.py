@@ -47,3 +47,13 @@ def test_spread_is_even_over_types_and_variations():
   # Ten of four: each comes two or three times.
   b = collections.Counter(t.index for t in chosen if t.name == 'b')
   assert sorted(b.values()) == [2, 2, 3, 3]
+
+
+def test_refills_of_a_step_are_other_tasks_in_orders_of_their_own():
+  some = pool(100)
+  rounds = [
+    tuple(tasks.at(some, 5, count=8, seed=1, refill=r)) for r in range(3)
+  ]
+  assert len(set(rounds)) == 3
+  assert rounds[0] == tuple(tasks.at(some, 5, count=8, seed=1))
+  assert rounds[2] == tuple(tasks.at(some, 5, count=8, seed=1, refill=2))

@@ -1,20 +1,31 @@
-"""PlanPO and GRPO against golden, hand-worked and identity cases."""
+"""PlanPO, GRPO and the shared kernels: golden, hand-worked, identity cases."""
 
+import dataclasses
 import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from planpo_jax import advantages, episodes
-from planpo_jax.advantages import planpo
+from planpo_jax.advantages import grpo, planpo, segments
 from tests import make_episodes
 
 GOLDEN = json.loads(
   (pathlib.Path(__file__).parent / 'golden/advantages.json').read_text()
 )
 CASES = list(GOLDEN['cases'])
+
+
+@pytest.fixture(autouse=True)
+def roomy_buckets(monkeypatch):
+  """One size for nearly all tables here, for each size is compiled anew."""
+  bucket = episodes.bucket
+  monkeypatch.setattr(
+    episodes, 'bucket', lambda count, minimum=1: bucket(count, 2 * minimum)
+  )
 
 
 def estimate(batch, name, *, progress=1.0, outcome=None, **chosen):
@@ -72,6 +83,8 @@ PLANPO = {
   'A_E_no_std': E_ONLY | {'use_std': False},
   'A_E_turn_stat': E_ONLY | {'stat': 'turn'},
   'A_E_stratified': E_ONLY | {'ae_mode': 'stratified'},
+  'A_E_unconditional': E_ONLY | {'conditional': False},
+  'A_S_unconditional': S_ONLY | {'conditional': False},
 }
 GRPO = {
   'A': {},
@@ -171,7 +184,7 @@ def test_grpo_on_scores_that_reach_below_zero():
   expect(estimate(batch, 'grpo', outcome=outcome), batch, wanted)
 
 
-@pytest.mark.parametrize('name', ['planpo', 'grpo'])
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 @pytest.mark.parametrize('count', [3, 5, 6, 7, 8])
 def test_tied_group_is_exactly_zero(name, count):
   """Equal values that float32 cannot hold leave no residue (ALG-01, ALG-02).
@@ -198,11 +211,37 @@ def test_nearly_tied_values_are_told_apart(stat):
   assert shorter > 0.6 and longer < -0.6
 
 
-@pytest.mark.parametrize('name', ['planpo', 'grpo'])
+@pytest.mark.parametrize('stat', ['trajectory', 'turn'])
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
+def test_tied_group_without_eps_is_exactly_zero(name, stat):
+  """Nothing but the guard is between a residue and a full size (ALG-01).
+
+  Returns 1, 0 and -100.
+  """
+  settings = {'stat': stat} if name == 'rloo' else {'stat': stat, 'eps': 0.0}
+  method = advantages.get(name, **settings).estimate
+  for count, score in ((8, 10.0), (8, 0.0), (4, -100.0)):
+    batch = [
+      make_episodes.episode([7, 7, 7], score=score, member=i)
+      for i in range(count)
+    ]
+    table = episodes.tabulate(batch, outcome='graded', score_floor=-100.0)
+    assert not np.any(method(table, progress=0.3))
+
+
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 def test_group_shrunk_to_one_gives_zero(name):
-  """Never NaN, never the raw return (ALG-05)."""
-  batch = make_episodes.group([(True, [3, 9])])
+  """Never NaN, never the raw return, nor the penalty (ALG-05)."""
+  batch = [make_episodes.episode([3, 9], success=True, valid=[True, False])]
   assert estimate(batch, name) == [[0.0, 0.0]]
+  assert estimate(batch, name, penalty='pre') == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
+def test_return_of_an_empty_response_goes_nowhere(name):
+  """A success without a token leaves peers at 0 and padding too (ALG-07)."""
+  batch = make_episodes.group([(True, [0]), (False, [3]), (False, [3])])
+  assert estimate(batch, name) == [[], [0.0], [0.0]]
 
 
 def test_rejected_member_leaves_the_baseline():
@@ -212,8 +251,11 @@ def test_rejected_member_leaves_the_baseline():
     make_episodes.episode([4], score=0.0, member=1),
     make_episodes.episode([0], score=100.0, member=2),
   ]
-  actual = estimate(batch, 'grpo', outcome={'outcome': 'graded'})
+  outcome = {'outcome': 'graded'}
+  actual = estimate(batch, 'grpo', outcome=outcome)
   expect(actual, batch, [0.707106, -0.707106, 0.0])
+  actual = estimate(batch, 'rloo', outcome=outcome)
+  expect(actual, batch, [1.0, -1.0, 0.0])
 
 
 def test_missing_member_leaves_the_baseline():
@@ -223,7 +265,7 @@ def test_missing_member_leaves_the_baseline():
   expect(estimate(batch, 'grpo'), batch, wanted)
 
 
-@pytest.mark.parametrize('name', ['planpo', 'grpo'])
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 def test_invalid_turn_loses_the_penalty_after_normalising(name):
   """A group of failures: 0 everywhere, -0.1 on the invalid turn only."""
   batch = [
@@ -233,6 +275,179 @@ def test_invalid_turn_loses_the_penalty_after_normalising(name):
   wanted = [[0.0, -0.1], [0.0, 0.0]]
   expect(estimate(batch, name), batch, wanted)
   expect(estimate(batch, name, invalid_penalty=0.0), batch, [0.0, 0.0])
+
+
+def invalid_batch():
+  """One turn and a success; two turns and a failure, the first invalid."""
+  return [
+    make_episodes.episode([4], success=True, member=0),
+    make_episodes.episode([4, 4], valid=[False, True], member=1),
+  ]
+
+
+@pytest.mark.parametrize('name', ['planpo', 'grpo'])
+def test_penalty_before_normalising(name):
+  """Rows 10 | -.1, 0. T = 1 and R/T = R in the success, so PlanPO is GRPO.
+
+  trajectory: weights 1 | 1/2, 1/2. Mean (10 - .05) / 2 = 4.975, squares
+  25.250625 + (25.755625 + 24.750625) / 2 = 50.50375 = std^2 (ddof 1), std
+  7.106599: .707089 | -.714125, -.700053.
+  turn: mean 3.3, squares 44.89 + 11.56 + 10.89 = 67.34, std sqrt(33.67) =
+  5.802586: 1.154657 | -.585946, -.568712.
+  """
+  batch = invalid_batch()
+  wanted = [[0.707089], [-0.714125, -0.700053]]
+  expect(estimate(batch, name, penalty='pre'), batch, wanted)
+  wanted = [[1.154657], [-0.585946, -0.568712]]
+  expect(estimate(batch, name, penalty='pre', stat='turn'), batch, wanted)
+  wanted = [[5.025], [-5.075, -4.975]]
+  actual = estimate(batch, name, penalty='pre', use_std=False)
+  expect(actual, batch, wanted)
+
+
+@pytest.mark.parametrize('name', ['planpo', 'grpo'])
+def test_penalty_before_normalising_blows_up_among_failures(name):
+  """One of ten turns is invalid, nothing succeeds.
+
+  turn: mean -.01, squares 9 * .0001 + .0081 = .009; ddof 0: std .03, so .333
+  and -3. trajectory: every weight 1/5, squares .0018, two episodes; ddof 1:
+  std .042426, so .235702 and -2.121320.
+  """
+  batch = [
+    make_episodes.episode([2] * 5, valid=[True] * 4 + [False], member=0),
+    make_episodes.episode([2] * 5, member=1),
+  ]
+  settings = {'penalty': 'pre', 'eps': 0.0}
+  wanted = [[1 / 3] * 4 + [-3.0], 1 / 3]
+  actual = estimate(batch, name, stat='turn', ddof=0, **settings)
+  expect(actual, batch, wanted)
+  wanted = [[0.235702] * 4 + [-2.121320], 0.235702]
+  expect(estimate(batch, name, **settings), batch, wanted)
+
+
+@pytest.mark.parametrize('stat', ['trajectory', 'turn'])
+@pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo', 'reinforce_pp'])
+def test_where_the_penalty_comes_is_nothing_to_valid_turns(name, stat):
+  batch = golden_batch('mixed')
+  before = estimate(batch, name, stat=stat, penalty='pre')
+  expect(estimate(batch, name, stat=stat), batch, before)
+
+
+def test_raw_group_of_one():
+  """A return of 10, R/T = 5, over 1 + eps; the second turn is invalid."""
+  batch = [make_episodes.episode([3, 9], success=True, valid=[True, False])]
+  raw = {'single': 'raw', 'eps': 0.25}
+  expect(estimate(batch, 'grpo', **raw), batch, [[8.0, 7.9]])
+  expect(estimate(batch, 'grpo', penalty='pre', **raw), batch, [[8.0, 7.92]])
+  actual = estimate(batch, 'grpo', use_std=False, **raw)
+  expect(actual, batch, [[10.0, 9.9]])
+  expect(estimate(batch, 'planpo', **raw, **E_ONLY), batch, [[4.0, 3.9]])
+
+
+def test_raw_group_of_one_that_is_two_turns():
+  """Under `turn` they are two observations, and tied; one turn is raw."""
+  raw = {'single': 'raw', 'stat': 'turn', 'use_std': False}
+  batch = make_episodes.group([(True, [3, 9])])
+  assert estimate(batch, 'grpo', **raw) == [[0.0, 0.0]]
+  batch = make_episodes.group([(True, [3])])
+  assert estimate(batch, 'grpo', **raw) == [[10.0]]
+
+
+def test_turns_of_valid_actions():
+  """T of 2 (of 4), 4 and at least 1 (of 2 invalid): R/T = 5, 2.5, 10.
+
+  Mean 5.833333, squares .694444 + 11.111111 + 17.361111, std 3.818813.
+  """
+  batch = [
+    make_episodes.episode([3] * len(valid), success=True, valid=valid, member=i)
+    for i, valid in enumerate(
+      ([True, False, False, True], [True] * 4, [False, False])
+    )
+  ]
+  settings = E_ONLY | {'turns': 'valid_action', 'invalid_penalty': 0.0}
+  wanted = [-0.218218, -0.872872, 1.091089]
+  expect(estimate(batch, 'planpo', **settings), batch, wanted)
+
+
+def test_floor_of_lengths():
+  """L = 20, 20 (of none), 40 with a floor of 20: R^S = .5, .5, .25.
+
+  Mean .416667, squares 2 * .006944 + .027778 = .041667, std .144338. A second
+  member has failed.
+  """
+  batch = make_episodes.group([(True, [10, 0, 40]), (False, [5])])
+  wanted = [[0.577350, 0.577350, -1.154700], 0.0]
+  actual = estimate(batch, 'planpo', len_floor=20, eps=0.0, **S_ONLY)
+  expect(actual, batch, wanted)
+  with pytest.raises(ValueError, match='len_floor=-1'):
+    advantages.get('planpo', len_floor=-1)
+
+
+def test_truncated_responses_leave_the_comparison():
+  """R^S = 1 and .5 are left of 1, .5, .25; the last was cut off at 40."""
+  batch = make_episodes.group([(True, [10, 20, 40]), (False, [5])])
+  turns = list(batch[0].turns)
+  turns[2] = dataclasses.replace(turns[2], truncated=True)
+  batch[0] = dataclasses.replace(batch[0], turns=tuple(turns))
+  settings = S_ONLY | {'eps': 0.0}
+  wanted = [[0.707107, -0.707107, 0.0], 0.0]
+  actual = estimate(batch, 'planpo', drop_truncated=True, **settings)
+  expect(actual, batch, wanted)
+  # Mean .583333, std .381881: by default it stays, as the longest.
+  wanted = [[1.091089, -0.218218, -0.872872], 0.0]
+  expect(estimate(batch, 'planpo', **settings), batch, wanted)
+
+
+def test_unconditional_shaping_reads_the_full_return():
+  """T = 1 (failure) and 2: 4/1 and 4/2 without std: 1 and -1."""
+  batch = make_episodes.group([(False, [3]), (True, [3, 3])])
+  settings = E_ONLY | {'conditional': False, 'use_std': False}
+  actual = estimate(batch, 'planpo', full_return=4.0, **settings)
+  expect(actual, batch, [1.0, -1.0])
+
+
+def test_overlong_penalty():
+  """A limit of 10 with a buffer of 4: from 6 on (DAPO, equation 13)."""
+  lengths = np.array([0, 6, 7, 8, 10, 11, 500])
+  np.testing.assert_allclose(
+    grpo.overlong(lengths, limit=10, buffer=4, penalty=2.0),
+    [0.0, 0.0, 0.5, 1.0, 2.0, 2.0, 2.0],
+  )
+  np.testing.assert_allclose(
+    grpo.overlong(lengths, limit=10, buffer=0, penalty=2.0), [0.0] * 5 + [2] * 2
+  )
+  for buffer in (-1, 11):
+    with pytest.raises(ValueError, match=f'overlong_buffer={buffer}'):
+      advantages.get('grpo', overlong_limit=10, overlong_buffer=buffer)
+
+
+def test_overlong_turn_loses_of_its_own_return():
+  """Rows 10, 8 | 0, weights 1/2, 1/2 | 1: mean 4.5, and no std."""
+  batch = make_episodes.group([(True, [6, 12]), (False, [6])])
+  settings = {'overlong_limit': 10, 'overlong_buffer': 4, 'use_std': False}
+  actual = estimate(batch, 'grpo', overlong_penalty=2.0, **settings)
+  expect(actual, batch, [[5.5, 3.5], -4.5])
+  # With the penalty of the format, before it: 10, 7.9 | 0, mean 4.475.
+  turns = list(batch[0].turns)
+  turns[1] = dataclasses.replace(turns[1], valid=False)
+  batch[0] = dataclasses.replace(batch[0], turns=tuple(turns))
+  actual = estimate(
+    batch, 'grpo', overlong_penalty=2.0, penalty='pre', **settings
+  )
+  expect(actual, batch, [[5.525, 3.425], -4.475])
+
+
+def test_rewards_of_tokens_are_part_of_the_return():
+  """10 - .5 - .25 against 0 + .5 in two turns each: 4.375 from the mean."""
+  batch = make_episodes.group([(True, [2, 1]), (False, [1, 2])])
+  table = episodes.tabulate(batch)
+  reward_R = np.zeros(len(table.token_turn_R), np.float32)
+  reward_R[:6] = [-0.5, 0.0, -0.25, 0.5, 0.25, -0.25]
+  table = dataclasses.replace(table, token_reward_R=reward_R)
+  np.testing.assert_allclose(segments.episode_return(table)[:2], [9.25, 0.5])
+  adv_R = advantages.get('grpo', use_std=False).estimate(table, progress=1.0)
+  np.testing.assert_allclose(adv_R[:6], [4.375] * 3 + [-4.375] * 3)
+  assert not advantages.traits('planpo').token_rewards
 
 
 def test_success_can_rank_below_the_mean_and_stratified_mends_it():
@@ -262,6 +477,49 @@ def test_planpo_is_grpo_when_turns_and_lengths_are_equal(seed):
   np.testing.assert_allclose(
     estimate(batch, 'planpo'), estimate(batch, 'grpo'), atol=1e-5
   )
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'use_std': False},
+    {'stat': 'turn', 'ddof': 0},
+    {'penalty': 'pre', 'single': 'raw'},
+  ],
+)
+def test_planpo_is_grpo_on_returns_a_turn_up_to_lengths(settings):
+  """A^E is GRPO of s R / T exactly, whatever the turns.
+
+  A^S is 0 where all responses of successes are equally long, so then all of A.
+  """
+  rng = np.random.default_rng(1)
+  batch = [
+    make_episodes.episode(
+      [4] * count,
+      success=success,
+      member=i,
+      valid=rng.random(count) < 0.7,
+    )
+    for i, (success, count) in enumerate(
+      zip(rng.random(8) < 0.6, rng.integers(1, 6, 8), strict=True)
+    )
+  ]
+  table = episodes.tabulate(batch)
+  turns_E = np.maximum(np.asarray(segments.episode_turns(table)), 1)
+  per_turn = dataclasses.replace(
+    table, episode_return_E=table.episode_return_E / turns_E
+  )
+  wanted = advantages.get('grpo', **settings).estimate(per_turn, progress=1.0)
+  actual = advantages.get('planpo', **settings).estimate(table, progress=1.0)
+  np.testing.assert_array_equal(actual, wanted)
+  assert np.any(actual)
+
+
+def test_stratified_is_grpo_when_successes_take_equal_turns():
+  batch = make_episodes.group([(True, [4, 9])] * 3 + [(False, [4] * 5)] * 2)
+  actual = estimate(batch, 'planpo', ae_mode='stratified', **E_ONLY)
+  expect(actual, batch, estimate(batch, 'grpo'))
 
 
 def test_flat_success_is_flat_all_when_all_succeed():
@@ -349,6 +607,9 @@ def test_registry_names_what_it_knows():
     {'ae_mode': 'papers'},
     {'alpha_schedule': 'linear'},
     {'stat': 'episode'},
+    {'turns': 'valid'},
+    {'penalty': 'before'},
+    {'single': 'one'},
   ],
 )
 def test_bad_value_is_refused_before_the_first_rollout(chosen):
@@ -362,3 +623,137 @@ def test_estimate_traces_without_the_registry():
   direct = jax.jit(planpo.estimate)(table, progress=0.2)
   bound = advantages.get('planpo').estimate(table, progress=0.2)
   np.testing.assert_array_equal(direct, bound)
+
+
+# Shared kernels.
+
+
+def ragged_table():
+  """Responses of 2, 0 | 0, 3 | 1 tokens: empty ones last and first."""
+  return episodes.tabulate(
+    make_episodes.group([(True, [2, 0]), (False, [0, 3]), (True, [1])])
+  )
+
+
+def test_ends_of_turns_and_episodes():
+  table = ragged_table()
+  rows = {
+    'is_last_turn': (segments.is_last_turn, [0, 1, 0, 1, 1]),
+    'is_first_token': (segments.is_first_token, [1, 0, 1, 0, 0, 1]),
+    'is_last_token': (segments.is_last_token, [0, 1, 0, 0, 1, 1]),
+    'of_episode': (segments.is_last_token_of_episode, [0, 1, 0, 0, 1, 1]),
+  }
+  for name, (function, wanted) in rows.items():
+    actual = np.asarray(function(table)).astype(int)
+    assert actual[: len(wanted)].tolist() == wanted, name
+    assert not actual[len(wanted) :].any(), name
+  episode_R = np.asarray(segments.token_episode(table))
+  assert episode_R[:6].tolist() == [0, 0, 1, 1, 1, 2]
+  assert (episode_R[6:] == len(table.episode_group_E)).all()
+
+
+def test_ends_of_a_table_without_padding():
+  """Two turns an episode, two tokens a turn, up to the end of the arrays."""
+  table = ragged_table()
+  table = dataclasses.replace(
+    table,
+    turn_episode_U=np.arange(32, dtype=np.int32) // 4,
+    token_turn_R=np.arange(64, dtype=np.int32) // 2,
+  )
+  assert np.asarray(segments.is_last_turn(table)).tolist() == [0, 0, 0, 1] * 8
+  assert np.asarray(segments.is_last_token(table)).tolist() == [0, 1] * 32
+  ends = np.asarray(segments.is_last_token_of_episode(table))
+  assert ends.tolist() == [0, 0, 0, 0, 0, 0, 0, 1] * 8
+
+
+def test_sums_over_turns_and_episodes():
+  table = ragged_table()
+  value_R = np.ones(len(table.token_turn_R), np.float32)
+  tokens_U = segments.turn_sum(table, value_R)
+  assert np.asarray(tokens_U)[:6].tolist() == [2, 0, 0, 3, 1, 0]
+  sums_E = np.asarray(segments.episode_sum(table, tokens_U))
+  assert sums_E.tolist() == [2, 3, 1] + [0] * 13
+  sums_E = np.asarray(segments.group_sum(table, np.arange(16)))
+  assert sums_E.tolist() == [3, 3, 3] + [0] * 13
+
+
+def test_reversed_sum():
+  """y = 1 + .5 (2 + .5 * 3), 2 + .5 * 3, 3 + 0 * 4, 4: a cut after the 3."""
+  x_N, decay_N = jnp.array([1.0, 2.0, 3.0, 4.0]), jnp.array([0.5, 0.5, 0, 0.5])
+  actual = segments.reversed_sum(x_N, decay_N)
+  np.testing.assert_allclose(actual, [2.75, 3.5, 3.0, 4.0])
+  both_NC = segments.reversed_sum(
+    jnp.stack([x_N, 2 * x_N], 1), jnp.stack([decay_N, 0 * decay_N], 1)
+  )
+  np.testing.assert_allclose(both_NC[:, 0], actual)
+  np.testing.assert_allclose(both_NC[:, 1], 2 * x_N)
+
+
+def test_return_of_turns():
+  """Half of it is lost a turn: 2.5, 5, 10 and 0 for the failure."""
+  batch = make_episodes.group([(True, [2, 3, 0]), (False, [2]), (True, [1])])
+  actual = np.asarray(segments.turn_return(episodes.tabulate(batch), 0.5))
+  assert actual[:5].tolist() == [2.5, 5.0, 10.0, 0.0, 10.0]
+  assert not actual[5:].any()
+  actual = np.asarray(segments.turn_return(episodes.tabulate(batch), 0.0))
+  assert actual[:5].tolist() == [0.0, 0.0, 10.0, 0.0, 10.0]
+
+
+def z(values, **settings):
+  zeros = np.zeros(len(values), np.int32)
+  settings = {'num_segments': 1, 'eps': 0.0} | settings
+  return np.asarray(segments.normalise(np.array(values), zeros, **settings))
+
+
+def test_normalise_survives_extremes():
+  """1, 2, 3 give -1, 0, 1 at any scale and, evenly spaced, at any offset.
+
+  Of 1e7 + 0, 200, 400, 600 a float32 sum is off by ones, squares of 1e-25
+  vanish, those of 1e25 overflow.
+  """
+  for scale in (1e-25, 1.0, 1e25):
+    np.testing.assert_allclose(
+      z([scale, 2 * scale, 3 * scale]), [-1, 0, 1], atol=1e-6
+    )
+  wanted = np.array([-1.5, -0.5, 0.5, 1.5]) / np.sqrt(5 / 3)
+  values = 1e7 + np.array([0.0, 200.0, 400.0, 600.0])
+  np.testing.assert_allclose(z(values), wanted, atol=1e-6)
+
+
+def test_normalise_takes_ulps_for_a_tie():
+  """An ulp apart, as equal values that were worked out in two ways."""
+  values = np.full(7, 0.3, np.float32)
+  values[3] = np.nextafter(values[3], np.float32(1))
+  assert not z(values).any()
+  assert not z(-values).any()
+
+
+def test_normalise_needs_more_observations_than_ddof():
+  assert z([1.0, 3.0], ddof=2).tolist() == [0.0, 0.0]
+  np.testing.assert_allclose(z([1.0, 3.0], ddof=0), [-1.0, 1.0])
+  # Three thirds are one observation, though float32 may add up to more.
+  thirds = np.full(3, 1 / 3, np.float32)
+  assert z([1.0, 2.0, 3.0], weight_N=thirds).tolist() == [0.0] * 3
+  assert z([1.0, 2.0, 3.0], weight_N=thirds, ddof=0).tolist() == [0.0] * 3
+  actual = z([1.0, 2.0, 4.0], weight_N=thirds, single='raw', eps=1.0)
+  np.testing.assert_allclose(actual, [0.5, 1.0, 2.0])
+
+
+def test_whiten():
+  """1, 2, 6 of which padding takes no part: mean 3, std sqrt(7) (ddof 1)."""
+  values = np.array([1.0, 99.0, 2.0, 6.0])
+  taken = np.array([True, False, True, True])
+  wanted = np.array([-2.0, 0.0, -1.0, 3.0])
+  np.testing.assert_allclose(
+    segments.whiten(values, taken), wanted / np.sqrt(7), rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    segments.whiten(values, taken, ddof=0, eps=2.0),
+    wanted / np.sqrt(14 / 3 + 2),
+    rtol=1e-6,
+  )
+  tied = np.full(4, 0.3, np.float32)
+  tied[2] = np.nextafter(tied[2], np.float32(1))
+  assert not np.any(segments.whiten(tied, taken, eps=0.0))
+  assert not np.any(segments.whiten(values, values > 50))
+  assert not np.any(segments.whiten(values, values > 100))

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from planpo_jax import advantages, episodes
-from tests import make_episodes
+from planpo_jax import advantages, episodes, losses
+from tests import make_episodes, test_advantages
 
 NAMES = advantages.names()
+roomy_buckets = test_advantages.roomy_buckets
 
 
 def tabulate(batch):
@@ -31,11 +32,10 @@ def tabulate(batch):
   )
 
 
-def by_member(batch, name):
+def by_member(batch, name, table=None):
   """Returns {(task, member): advantages of its response tokens}."""
-  adv_R = np.asarray(
-    advantages.get(name).estimate(tabulate(batch), progress=0.4)
-  )
+  table = tabulate(batch) if table is None else table
+  adv_R = np.asarray(advantages.get(name).estimate(table, progress=0.4))
   result, start = {}, 0
   for episode in batch:
     stop = start + sum(len(turn.response_ids) for turn in episode.turns)
@@ -63,6 +63,11 @@ def random_batch(seed, num_groups=3, group_size=4):
   return batch
 
 
+def compares_within_groups(name):
+  traits = advantages.traits(name)
+  return traits.group and not traits.batch_wide
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_shape_type_finite_and_zero_on_padding(name):
   for seed in range(3):
@@ -87,7 +92,7 @@ def test_order_of_episodes_is_irrelevant(name):
 @pytest.mark.parametrize('name', NAMES)
 def test_groups_do_not_leak(name):
   """Another group's episodes change nothing in this one's."""
-  if not advantages.traits(name).group:
+  if not compares_within_groups(name):
     return
   batch = random_batch(4)
   alone = by_member(batch[:4], name)
@@ -96,11 +101,84 @@ def test_groups_do_not_leak(name):
     np.testing.assert_allclose(beside[key], value, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_the_same_groups_again_change_nothing(name):
+  """Other tasks, played exactly alike: no statistic may be shared."""
+  if not compares_within_groups(name):
+    return
+  batch = random_batch(9, num_groups=2)
+  again = [
+    dataclasses.replace(e, task=make_episodes.task(e.task.index + 2))
+    for e in batch
+  ]
+  once, twice = by_member(batch, name), by_member([*batch, *again], name)
+  for (task, member), value in once.items():
+    np.testing.assert_allclose(twice[task, member], value, atol=1e-6)
+    other = make_episodes.task(task.index + 2)
+    np.testing.assert_allclose(twice[other, member], value, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_size_of_the_bucket_is_irrelevant(name, monkeypatch):
+  batch = random_batch(10)
+  first, size = by_member(batch, name), len(tabulate(batch).turn_tokens_U)
+  bucket = episodes.bucket
+  monkeypatch.setattr(
+    episodes, 'bucket', lambda count, minimum=1: 2 * bucket(count, minimum)
+  )
+  table = tabulate(batch)
+  assert len(table.turn_tokens_U) == 2 * size
+  second = by_member(batch, name, table)
+  for key, value in first.items():
+    np.testing.assert_allclose(second[key], value, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_fields_that_were_not_asked_for_may_be_missing(name):
+  """They are None for methods whose traits do not name them."""
+  traits = advantages.traits(name)
+  batch = random_batch(11)
+  table = tabulate(batch)
+  asked = {
+    'value_RC': traits.values > 0,
+    'token_entropy_R': traits.entropy,
+    'turn_switch_U': traits.roles,
+    'turn_drift_U': traits.roles,
+    'token_reward_R': False,
+  }
+  missing = {field: None for field, needed in asked.items() if not needed}
+  if not traits.roles:
+    missing['token_role_R'] = np.zeros_like(table.token_role_R)
+  if traits.values:
+    missing['value_RC'] = table.value_RC[:, : traits.values]
+  bare = dataclasses.replace(table, **missing)
+  if not traits.token_rewards:
+    # Nor do they read what is there unasked.
+    for key, value in by_member(batch, name).items():
+      np.testing.assert_array_equal(by_member(batch, name, bare)[key], value)
+  else:
+    adv_R = np.asarray(advantages.get(name).estimate(bare, progress=0.4))
+    assert np.isfinite(adv_R).all() and adv_R.any()
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_rewards_of_tokens_are_read_if_traits_say_so(name):
+  """A reward on one token of one member moves something, or nothing."""
+  batch = random_batch(12)
+  table = tabulate(batch)
+  reward_R = np.array(table.token_reward_R)
+  reward_R[0] += 3.0
+  moved = dataclasses.replace(table, token_reward_R=reward_R)
+  first, second = by_member(batch, name), by_member(batch, name, moved)
+  same = all(np.array_equal(first[key], second[key]) for key in first)
+  assert same != advantages.traits(name).token_rewards
+
+
 @pytest.mark.parametrize('success', [True, False])
 @pytest.mark.parametrize('name', NAMES)
 def test_identical_members_give_exactly_zero(name, success):
   """Their turns are alike too: nothing can be compared."""
-  if not advantages.traits(name).group:
+  if not compares_within_groups(name):
     return
   batch = make_episodes.group([(success, [5, 5, 5])] * 7)
   for value in by_member(batch, name).values():
@@ -132,3 +210,23 @@ def test_compiles_once_for_tables_of_one_bucket(name):
   compiled = method._cache_size()
   method(tabulate(random_batch(8)), progress=0.8)
   assert method._cache_size() == compiled
+
+
+@pytest.mark.parametrize('preset', advantages.presets())
+def test_presets_name_what_exists(preset):
+  """Each hyperparameter of its method and of a loss is known, and its value."""
+  values = advantages.presets()[preset]
+  name = values['advantage.name']
+  chosen = {}
+  for key, value in values.items():
+    section, *path = key.split('.')
+    if section == 'loss' and len(path) == 2:
+      chosen.setdefault(path[0], {})[path[1]] = value
+    elif section == 'advantage' and len(path) == 2:
+      assert path[0] == name, key
+      chosen.setdefault('', {})[path[1]] = value
+    elif key == 'loss.name':
+      assert value in losses.names()
+  advantages.get(name, **chosen.pop('', {}))
+  for loss, hyperparameters in chosen.items():
+    losses.get(loss, **hyperparameters)

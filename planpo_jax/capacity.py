@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import ml_collections
 import psutil
 
+from planpo_jax import advantages, sharding
 from planpo_jax import config as config_lib
-from planpo_jax import sharding
-from planpo_jax.models import qwen2
+from planpo_jax.models import critic, qwen2
 
 # Share of a device that params, optimizer and cache may take; the rest is for
 # activations, which depend on the compiler.
@@ -41,7 +41,8 @@ def slots(
     config: the whole configuration.
     policy: the network.
     mesh: from `build.mesh`.
-    training: room for the optimizer and the reference policy is needed too.
+    training: room for the optimizer, the reference policy and the critic, if
+      the method has one, is needed too.
 
   Raises:
     config_lib.ConfigError: the cache does not fit on a device.
@@ -142,7 +143,22 @@ def fixed_bytes(
   ]
   # Params, the reference, two moments and the gradient.
   kept = (5 if training else 1) * trained
+  heads = advantages.traits(config.advantage.name).values
+  if training and heads:
+    kept += 4 * _critic_bytes(policy, mesh, params, heads)  # No reference.
   return kept + (_bytes(*zip(*copied, strict=True)) if copied else 0)
+
+
+def _critic_bytes(
+  policy: qwen2.Policy,
+  mesh: jax.sharding.Mesh,
+  backbone_params: qwen2.Params,
+  heads: int,
+) -> int:
+  params = jax.eval_shape(
+    lambda p: critic.init_params(policy, p, heads), backbone_params
+  )
+  return _bytes(params, sharding.param_shardings(mesh, params))
 
 
 def _bytes(shapes: Any, shardings: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import optax
 
 from planpo_jax import batch as batch_lib
 from planpo_jax import losses
+from planpo_jax.losses import value as value_lib
 
 Params = Any
 # (params, tokens_BT, positions_BT, segment_ids_BT) -> (logp_BT, entropy_BT):
@@ -22,6 +24,10 @@ LogpsFn = Callable[
 ]
 # loss(logp_BT, batch, *, entropy_BT, denominator), hyperparameters bound.
 LossFn = Callable[..., tuple[jax.Array, losses.LossMetrics]]
+# (params, tokens_BT, positions_BT, segment_ids_BT) -> value_BTC.
+ValuesFn = Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+# value_loss(value_BTC, batch, *, denominator), hyperparameters bound.
+ValueLossFn = Callable[..., tuple[jax.Array, value_lib.ValueMetrics]]
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +46,20 @@ class TrainState:
   step: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActorCriticState(TrainState):
+  """The same for a method with a critic.
+
+  A class of its own, for an empty field would be part of every checkpoint.
+
+  Attributes:
+    critic: the same as of the policy; updates of the policy hand it on.
+  """
+
+  critic: TrainState
+
+
 def create(
   params: Params, optimizer: optax.GradientTransformation
 ) -> TrainState:
@@ -50,6 +70,11 @@ def create(
   """
   params = jax.tree.map(jnp.copy, params)
   return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def with_critic(policy: TrainState, critic: TrainState) -> ActorCriticState:
+  """Joins two states, which are not copied."""
+  return ActorCriticState(policy.params, policy.opt_state, policy.step, critic)
 
 
 def _blocks(
@@ -168,32 +193,126 @@ def make_update(
     not divide the rows.
   """
 
-  def block_loss(params, block):
+  def loss(params, block, denominator):
     logp_BT, entropy_BT = logps_fn(
       params, block.tokens_BT, block.positions_BT, block.segment_ids_BT
     )
-    return loss_fn(logp_BT, block, entropy_BT=entropy_BT, denominator=1.0)
+    return loss_fn(
+      logp_BT, block, entropy_BT=entropy_BT, denominator=denominator
+    )
+
+  objective = _Objective(
+    loss,
+    lambda minibatch: 1.0,
+    lambda block: block.loss_mask_BT,
+    lambda minibatch: losses.no_metrics(),
+    losses.merge,
+    losses.mean,
+  )
+  return _make(
+    objective, optimizer, micro_rows, micro_sharding, state_shardings
+  )
+
+
+def make_critic_update(
+  values_fn: ValuesFn,
+  loss_fn: ValueLossFn,
+  optimizer: optax.GradientTransformation,
+  *,
+  micro_rows: int,
+  micro_sharding: jax.sharding.Sharding | None = None,
+  state_shardings: TrainState | None = None,
+) -> Callable[
+  [TrainState, batch_lib.Batch], tuple[TrainState, dict[str, jax.Array]]
+]:
+  """Makes `update(critic, minibatch) -> (critic, metrics)`, jitted.
+
+  By the rules of `make_update`; what counts are the targets that
+  `target_mask_BTC` names. Each head has the mean over its own; they add up.
+
+  Args:
+    values_fn: the critic, see `models.critic`.
+    loss_fn: `losses.value.value_loss`, its hyperparameters bound.
+    optimizer: see `make_update`, as the rest.
+    micro_rows: see there.
+    micro_sharding: see there.
+    state_shardings: see there.
+
+  Returns:
+    The function. It consumes (donates) the critic. Its metrics are those of
+    `make_update` with the fields of `losses.value.ValueMetrics`.
+  """
+
+  def loss(params, block, denominator):
+    value_BTC = values_fn(
+      params, block.tokens_BT, block.positions_BT, block.segment_ids_BT
+    )
+    return loss_fn(value_BTC, block, denominator=denominator)
+
+  def denominator(minibatch):
+    """So that, divided by all targets, it is the number of those of a head."""
+    count_C = minibatch.target_mask_BTC.sum((0, 1), dtype=jnp.float32)
+    return jnp.maximum(count_C, 1) / jnp.maximum(count_C.sum(), 1)
+
+  objective = _Objective(
+    loss,
+    denominator,
+    lambda block: block.target_mask_BTC,
+    lambda minibatch: value_lib.no_metrics(minibatch.target_BTC.shape[-1]),
+    value_lib.merge,
+    value_lib.mean,
+  )
+  return _make(
+    objective, optimizer, micro_rows, micro_sharding, state_shardings
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Objective:
+  """What an update minimises.
+
+  Attributes:
+    loss: (params, block, denominator) -> (weighted sum, metrics).
+    denominator: minibatch -> what the weighted sum of a block is divided by,
+      before the sum of all is divided by `weight` of the merged metrics.
+    mask: block -> bool array, true where there is something to learn.
+    no_metrics: minibatch -> metrics of a block with nothing to learn.
+    merge: joins the metrics of two blocks.
+    mean: sums to means.
+  """
+
+  loss: Callable[[Params, batch_lib.Batch, Any], tuple[jax.Array, Any]]
+  denominator: Callable[[batch_lib.Batch], Any]
+  mask: Callable[[batch_lib.Batch], jax.Array]
+  no_metrics: Callable[[batch_lib.Batch], Any]
+  merge: Callable[[Any, Any], Any]
+  mean: Callable[[Any], Any]
+
+
+def _make(objective, optimizer, micro_rows, micro_sharding, state_shardings):
+  """See `make_update`."""
 
   def update(state, minibatch):
     params = state.params
+    denominator = objective.denominator(minibatch)
     nothing = (
       jax.tree.map(jnp.zeros_like, params),
       jnp.zeros((), jnp.float32),
-      losses.no_metrics(),
+      objective.no_metrics(minibatch),
     )
 
     def micro(total, block):
       def add():
-        (loss, metrics), grads = jax.value_and_grad(block_loss, has_aux=True)(
-          params, block
-        )
+        (loss, metrics), grads = jax.value_and_grad(
+          objective.loss, has_aux=True
+        )(params, block, denominator)
         return (
           jax.tree.map(jnp.add, total[0], grads),
           total[1] + loss,
-          losses.merge(total[2], metrics),
+          objective.merge(total[2], metrics),
         )
 
-      return jax.lax.cond(block.loss_mask_BT.any(), add, lambda: total), None
+      return jax.lax.cond(objective.mask(block).any(), add, lambda: total), None
 
     blocks = _blocks(minibatch, micro_rows, micro_sharding)
     (grads, loss, loss_metrics), _ = jax.lax.scan(micro, nothing, blocks)
@@ -216,12 +335,15 @@ def make_update(
       'skipped': 1.0 - applied,
       'nonfinite': 1.0 - finite,
     }
-    means = losses.mean(loss_metrics)
+    means = objective.mean(loss_metrics)
     metrics |= {
       field.name: getattr(means, field.name)
       for field in dataclasses.fields(means)
     }
-    return TrainState(params, opt_state, state.step + 1), metrics
+    state = dataclasses.replace(
+      state, params=params, opt_state=opt_state, step=state.step + 1
+    )
+    return state, metrics
 
   return jax.jit(
     update, donate_argnums=0, out_shardings=(state_shardings, None)
@@ -241,28 +363,81 @@ def scalars(reports: Sequence[dict[str, jax.Array]]) -> dict[str, float]:
     `skipped_updates` and `nonfinite_updates`, counts; and `first_ratio_max`, of
     the first minibatch, when the policy is still the one that was scored.
   """
-  columns = {
-    name: np.array([float(report[name]) for report in jax.device_get(reports)])
-    for name in reports[0]
-  }
-  weight, skipped = columns.pop('weight'), columns.pop('skipped')
-  applied, some = skipped == 0, weight > 0
-  nonfinite, grad_norm = columns.pop('nonfinite'), columns.pop('grad_norm')
-  joined = {
-    'weight': weight.sum(),
-    'skipped_updates': skipped.sum(),
-    'nonfinite_updates': nonfinite.sum(),
-    'grad_norm': grad_norm[applied].mean() if applied.any() else 0.0,
-    'first_ratio_max': columns['ratio_max'][0],
-  }
+  columns, joined = _join(reports)
+  some = joined['weight'] > 0
+  joined['first_ratio_max'] = columns['ratio_max'][0]
   for name, join, empty in (
     ('ratio_min', np.min, 1.0),
     ('ratio_max', np.max, 1.0),
     ('sampler_gap', np.max, 0.0),
   ):
-    values = columns.pop(name)[some]
-    joined[name] = join(values) if some.any() else empty
-  columns['total'] = columns.pop('loss')
-  for name, values in columns.items():
-    joined[name] = np.average(values, weights=weight) if some.any() else 0.0
+    values = columns.pop(name)[columns['weight'] > 0]
+    joined[name] = join(values) if some else empty
+  joined |= _means(columns)
   return {f'loss/{name}': float(value) for name, value in joined.items()}
+
+
+def critic_scalars(reports: Sequence[dict[str, jax.Array]]) -> dict[str, float]:
+  """Joins the metrics of the minibatches of one step, for the critic.
+
+  Args:
+    reports: metrics as the update of the critic returned them, at least one.
+
+  Returns:
+    Scalars under `critic/`, as in `scalars`: `total`, `value_loss`,
+    `value_clip_frac`, `value` and `target`, means over the targets; `weight`,
+    `grad_norm`, `skipped_updates` and `nonfinite_updates`; and
+    `explained_variance` over all of the step, with several heads
+    `explained_variance_0` and so on.
+  """
+  columns, joined = _join(reports)
+  moments = functools.reduce(
+    value_lib.merge,
+    (
+      value_lib.ValueMetrics(
+        **{
+          field.name: columns[field.name][i]
+          for field in dataclasses.fields(value_lib.ValueMetrics)
+        }
+      )
+      for i in range(len(reports))
+    ),
+  )
+  explained_C = np.asarray(value_lib.explained_variance(moments))
+  for head, value in enumerate(explained_C):
+    suffix = f'_{head}' if len(explained_C) > 1 else ''
+    joined[f'explained_variance{suffix}'] = value
+  columns = {k: v for k, v in columns.items() if not k.endswith('_C')}
+  joined |= _means(columns)
+  return {f'critic/{name}': float(value) for name, value in joined.items()}
+
+
+def _join(
+  reports: Sequence[dict[str, jax.Array]],
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+  """What each metric was in each report, and what any two updates share."""
+  host = jax.device_get(reports)
+  columns = {
+    name: np.array([report[name] for report in host], np.float64)
+    for name in reports[0]
+  }
+  skipped, nonfinite = columns.pop('skipped'), columns.pop('nonfinite')
+  grad_norm, applied = columns.pop('grad_norm'), skipped == 0
+  columns['total'] = columns.pop('loss')
+  joined = {
+    'weight': columns['weight'].sum(),
+    'skipped_updates': skipped.sum(),
+    'nonfinite_updates': nonfinite.sum(),
+    'grad_norm': grad_norm[applied].mean() if applied.any() else 0.0,
+  }
+  return columns, joined
+
+
+def _means(columns: dict[str, np.ndarray]) -> dict[str, float]:
+  """Means over whatever the losses of all reports were means over."""
+  weight = columns['weight']
+  return {
+    name: np.average(values, weights=weight) if weight.any() else 0.0
+    for name, values in columns.items()
+    if name != 'weight'
+  }

@@ -150,6 +150,24 @@ def test_fixed_bytes(
   assert capacity.fixed_bytes(config, policy, mesh, training) == wanted
 
 
+@pytest.mark.parametrize('tied', [True, False])
+def test_fixed_bytes_of_a_critic(config, mesh, tied):
+  """Params, two moments and gradient of the backbone and one head of width 192.
+
+  No reference, and no head over the vocabulary, be there one or not. Nothing of
+  it is sampled from, nor needed to evaluate.
+  """
+  policy = make_policy(tie_word_embeddings=tied)
+  plain, evaluated = (
+    capacity.fixed_bytes(config, policy, mesh, training)
+    for training in (True, False)
+  )
+  config.advantage.name = 'ppo'
+  found = capacity.fixed_bytes(config, policy, mesh, True)
+  assert found - plain == 4 * 4 * (PARAMS + 192)
+  assert capacity.fixed_bytes(config, policy, mesh, False) == evaluated
+
+
 # Slots, unset.
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import subprocess
@@ -10,10 +11,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from planpo_jax import batch as batch_lib
-from planpo_jax import episodes, losses, optimizer, update
+from planpo_jax import checkpoint, episodes, losses, optimizer, update
+from planpo_jax.losses import value as value_lib
 from planpo_jax.models import qwen2
 from tests import make_episodes
 
@@ -44,15 +47,18 @@ def bigram_logps(params, tokens_BT, positions_BT, segment_ids_BT):
 
 
 def run_bigram(batch, micro_rows, place=lambda params: params, **micro):
-  rng = np.random.default_rng(0)
-  weights = {
-    'embedding_VD': rng.normal(size=(40, 8)).astype(np.float32),
-    'head_VD': rng.normal(size=(40, 8)).astype(np.float32),
-  }
   step = update.make_update(
     bigram_logps, LOSS, OPTIMIZER, micro_rows=micro_rows, **micro
   )
-  return step(update.create(place(weights), OPTIMIZER), batch)
+  return step(update.create(place(bigram_params()), OPTIMIZER), batch)
+
+
+def bigram_params():
+  rng = np.random.default_rng(0)
+  return {
+    'embedding_VD': rng.normal(size=(40, 8)).astype(np.float32),
+    'head_VD': rng.normal(size=(40, 8)).astype(np.float32),
+  }
 
 
 @functools.cache
@@ -177,7 +183,17 @@ def test_number_of_micro_batches_does_not_matter(micro_rows):
   """4 rows, one of them padding, as 1, 2 or 4 blocks (ALG-16)."""
   batch = make_batch(row_multiple=4)
   assert batch.tokens_BT.shape[0] == 4
-  assert_same_update(run_bigram(batch, 4), run_bigram(batch, micro_rows))
+  whole = run_bigram(batch, 4)
+  assert_same_update(whole, run_bigram(batch, micro_rows))
+
+  def loss(params):
+    logp_BT, entropy_BT = bigram_logps(params, batch.tokens_BT, None, None)
+    return LOSS(logp_BT, batch, entropy_BT=entropy_BT, denominator=None)[0]
+
+  value, grads = jax.value_and_grad(loss)(bigram_params())
+  np.testing.assert_allclose(whole[1]['loss'], value, rtol=1e-5)
+  norm = optax.tree.norm(grads)
+  np.testing.assert_allclose(whole[1]['grad_norm'], norm, rtol=1e-5)
 
 
 def test_what_stands_on_padding_does_not_matter():
@@ -281,6 +297,190 @@ def test_scalars_weigh_minibatches_by_their_tokens():
   assert values['loss/nonfinite_updates'] == 0
   values = update.scalars(reports[2:])
   assert values['loss/ratio_max'] == 1 and values['loss/total'] == 0
+
+
+# The critic.
+
+
+def bigram_values(params, tokens_BT, positions_BT, segment_ids_BT):
+  del positions_BT, segment_ids_BT
+  hidden_BTD = params['embedding_VD'][jnp.roll(tokens_BT, 1, 1)]
+  return hidden_BTD @ params['w_value_DC']
+
+
+def critic_params():
+  rng = np.random.default_rng(1)
+  return {
+    'embedding_VD': rng.normal(size=(40, 8)).astype(np.float32),
+    'w_value_DC': rng.normal(size=(8, 2)).astype(np.float32),
+  }
+
+
+def make_lesson(**sizes):
+  """Two heads; the second learns half of what the first does."""
+  batch = make_batch(**sizes)
+  rng = np.random.default_rng(2)
+  shape = (*batch.tokens_BT.shape, 2)
+  mask = batch.loss_mask_BT[..., None] & (rng.random(shape) < [1.0, 0.5])
+  return dataclasses.replace(
+    batch,
+    value_BTC=rng.normal(size=shape).astype(np.float32),
+    target_BTC=5 + 3 * rng.normal(size=shape).astype(np.float32),
+    target_mask_BTC=mask,
+  )
+
+
+@functools.cache
+def make_critic_update(micro_rows):
+  return update.make_critic_update(
+    bigram_values,
+    functools.partial(value_lib.value_loss, clip=2.0),
+    OPTIMIZER,
+    micro_rows=micro_rows,
+  )
+
+
+def run_critic(batch, micro_rows):
+  state = update.create(critic_params(), OPTIMIZER)
+  return make_critic_update(micro_rows)(state, batch)
+
+
+@pytest.mark.parametrize('micro_rows', [1, 2])
+def test_number_of_micro_batches_does_not_matter_to_the_critic(micro_rows):
+  """As `test_number_of_micro_batches_does_not_matter`."""
+  batch = make_lesson(row_multiple=4)
+  whole, blocks = run_critic(batch, 4), run_critic(batch, micro_rows)
+  assert whole[1]['weight'] == batch.target_mask_BTC.sum()
+  assert whole[1]['grad_norm'] > 1
+  assert_same_update(whole, blocks)
+
+  def loss(params):
+    value_BTC = bigram_values(params, batch.tokens_BT, None, None)
+    chosen = {'clip': 2.0, 'denominator': None}  # A mean for each head.
+    return value_lib.value_loss(value_BTC, batch, **chosen)[0]
+
+  value, grads = jax.value_and_grad(loss)(critic_params())
+  np.testing.assert_allclose(whole[1]['loss'], value, rtol=1e-5)
+  norm = optax.tree.norm(grads)
+  np.testing.assert_allclose(whole[1]['grad_norm'], norm, rtol=1e-5)
+
+
+def test_critic_learns_where_the_policy_does_not():
+  """Tokens without a role leave the loss mask and may have targets."""
+  batch = make_lesson(row_multiple=2)
+  without = dataclasses.replace(
+    batch, loss_mask_BT=np.zeros_like(batch.loss_mask_BT)
+  )
+  assert_same_update(run_critic(batch, 2), run_critic(without, 2))
+
+
+def test_critic_without_targets_or_with_one_that_is_not_finite_stays():
+  batch = make_lesson(row_multiple=2)
+  none = dataclasses.replace(
+    batch, target_mask_BTC=np.zeros_like(batch.target_mask_BTC)
+  )
+  target_BTC = batch.target_BTC.copy()
+  target_BTC[tuple(np.argwhere(batch.target_mask_BTC)[0])] = np.inf
+  spoilt = dataclasses.replace(batch, target_BTC=target_BTC)
+  before = update.create(critic_params(), OPTIMIZER)
+  for changed, nonfinite in ((none, 0), (spoilt, 1)):
+    state, metrics = run_critic(changed, 2)
+    assert metrics['skipped'] == 1 and metrics['nonfinite'] == nonfinite
+    assert_trees_close(state.params, before.params, atol=0)
+    assert_trees_close(state.opt_state, before.opt_state, atol=0)
+  state, metrics = make_critic_update(2)(state, batch)
+  assert metrics['skipped'] == 0 and state.step == 2
+
+
+def test_critic_scalars_are_of_the_whole_step():
+  """Two minibatches, of whose means and variances each has its own."""
+  batch = make_lesson(count=9, row_multiple=1, minibatches=2)
+  first, second = batch_lib.split(batch, 2)
+  second = dataclasses.replace(second, target_BTC=second.target_BTC + 40)
+  params, reports, parts = critic_params(), [], []
+  for part in (first, second):
+    reports.append(run_critic(part, 1)[1])
+    value_BTC = bigram_values(params, part.tokens_BT, None, None)
+    parts.append((np.asarray(value_BTC), part.target_BTC, part.target_mask_BTC))
+  value, target, mask = (
+    np.concatenate([part[i] for part in parts]) for i in range(3)
+  )
+  found = update.critic_scalars(reports)
+  assert found['critic/weight'] == mask.sum()
+  for c in range(2):
+    v, g = value[..., c][mask[..., c]], target[..., c][mask[..., c]]
+    np.testing.assert_allclose(
+      found[f'critic/explained_variance_{c}'],
+      1 - np.var(g - v) / np.var(g),
+      rtol=1e-4,
+    )
+  np.testing.assert_allclose(found['critic/value'], value[mask].mean(), 1e-4)
+  np.testing.assert_allclose(found['critic/target'], target[mask].mean(), 1e-4)
+  losses_ = [float(r['loss']) * float(r['weight']) for r in reports]
+  total = sum(losses_) / mask.sum()
+  np.testing.assert_allclose(found['critic/total'], total, 1e-5)
+  np.testing.assert_allclose(found['critic/value_loss'], total, 1e-5)
+  assert found['critic/skipped_updates'] == 0
+  assert all(isinstance(value, float) for value in found.values())
+
+
+def test_policy_and_critic_resume_bit_for_bit(tmp_path):
+  """Both are in the checkpoint, and updates of the one keep the other."""
+  batch = make_lesson(row_multiple=2)
+  start = update.with_critic(
+    update.create(bigram_params(), OPTIMIZER),
+    update.create(critic_params(), OPTIMIZER),
+  )
+  update_policy = update.make_update(
+    bigram_logps, LOSS, OPTIMIZER, micro_rows=2
+  )
+
+  def step(state):
+    critic, _ = make_critic_update(2)(state.critic, batch)
+    before = jax.device_get(critic)
+    state = dataclasses.replace(state, critic=critic)
+    state, _ = update_policy(state, batch)
+    assert_trees_close(jax.device_get(state.critic), before, atol=0)
+    return state
+
+  shapes = jax.eval_shape(lambda: start)
+  state = step(start)
+  assert state.step == state.critic.step == 1
+  kept = checkpoint.Checkpoints(tmp_path, keep=2)
+  kept.save(1, state)
+  policy = kept.restore_params(1, jax.device_get(state.params))
+  assert_trees_close(policy, state.params, atol=0)
+  resumed = kept.restore(shapes)
+  kept.close()
+  assert isinstance(resumed, update.ActorCriticState)
+  assert_trees_close(step(resumed), step(state), atol=0)
+
+
+def test_a_run_without_critic_goes_on_from_a_checkpoint_of_old(tmp_path):
+  """Its tree has three branches and nothing that stands for a critic."""
+
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Old:
+    params: dict
+    opt_state: tuple
+    step: jax.Array
+
+  state, _ = run(make_batch(row_multiple=2), 2)
+  kept = checkpoint.Checkpoints(tmp_path, keep=2)
+  kept.save(1, Old(state.params, state.opt_state, state.step))
+  resumed = kept.restore(jax.eval_shape(lambda: state))
+  kept.close()
+  assert type(resumed) is update.TrainState
+  assert_trees_close(resumed, state, atol=0)
+  saved = checkpoint.Checkpoints(tmp_path / 'new', keep=2)
+  saved.save(1, state)
+  saved.close()
+  old, new = (
+    json.loads(next(folder.glob('1/**/_METADATA')).read_text())
+    for folder in (tmp_path, tmp_path / 'new')
+  )
+  assert new['tree_metadata'] == old['tree_metadata']
 
 
 def test_eight_devices_equal_one():

@@ -145,7 +145,6 @@ class Jax:
       positions_BT=jnp.broadcast_to(jnp.arange(length), tokens.shape),
       segment_ids_BT=jnp.ones_like(tokens),
       loss_mask_BT=mask,
-      turn_tokens_BT=jnp.full(tokens.shape, length - 1),
       turn_BT=mask.astype(jnp.int32),
       flat_BT=jnp.where(mask, jnp.arange(tokens.size).reshape(tokens.shape), 0),
       adv_BT=jnp.asarray(adv),

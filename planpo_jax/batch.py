@@ -26,8 +26,6 @@ class Batch:
     positions_BT: [B, T] int32, from 0 in each segment.
     segment_ids_BT: [B, T] int32, from 1 in each row; 0 is padding.
     loss_mask_BT: [B, T] bool, true exactly on tokens that the policy sampled.
-    turn_tokens_BT: [B, T] int32, L_it of the response the token belongs to, 0
-      outside of responses.
     turn_BT: [B, T] int32, turn that the token is a response of, counted from 1
       in each row; 0 outside of responses.
     flat_BT: [B, T] int32, place of the token on axis R of `episodes.tabulate`;
@@ -47,7 +45,6 @@ class Batch:
   positions_BT: np.ndarray | jax.Array
   segment_ids_BT: np.ndarray | jax.Array
   loss_mask_BT: np.ndarray | jax.Array
-  turn_tokens_BT: np.ndarray | jax.Array
   turn_BT: np.ndarray | jax.Array
   flat_BT: np.ndarray | jax.Array
   adv_BT: np.ndarray | jax.Array
@@ -70,7 +67,6 @@ def shapes(num_rows: int, row_len: int) -> Batch:
     positions_BT=whole,
     segment_ids_BT=whole,
     loss_mask_BT=jax.ShapeDtypeStruct((num_rows, row_len), np.bool_),
-    turn_tokens_BT=whole,
     turn_BT=whole,
     flat_BT=whole,
     adv_BT=real,
@@ -86,7 +82,6 @@ class _Sequence:
 
   tokens: np.ndarray
   loss_mask: np.ndarray
-  turn_tokens: np.ndarray
   turn: np.ndarray
   flat: np.ndarray
   sampler_logp: np.ndarray
@@ -97,13 +92,12 @@ def _sequence(turns: Sequence[episodes.Turn], first: int) -> _Sequence:
 
   `first` is the place of the first response token on axis R.
   """
-  tokens, turn_tokens, turn_ids, logps = [], [], [], []
+  tokens, turn_ids, logps = [], [], []
   count = 0
   for turn in turns:
     tokens += [*turn.prompt_ids, *turn.response_ids]
     length = len(turn.response_ids)
     count += length > 0
-    turn_tokens += [0] * len(turn.prompt_ids) + [length] * length
     turn_ids += [0] * len(turn.prompt_ids) + [count] * length
     logps += [0.0] * len(turn.prompt_ids) + list(turn.response_logps)
   loss_mask = np.array(turn_ids, np.int32) > 0
@@ -112,7 +106,6 @@ def _sequence(turns: Sequence[episodes.Turn], first: int) -> _Sequence:
   return _Sequence(
     tokens=np.array(tokens, np.int32),
     loss_mask=loss_mask,
-    turn_tokens=np.array(turn_tokens, np.int32),
     turn=np.array(turn_ids, np.int32),
     flat=flat,
     sampler_logp=np.array(logps, np.float32),
@@ -236,7 +229,6 @@ def pack(
         out.positions_BT[b, span] = np.arange(len(sequence.tokens))
         out.segment_ids_BT[b, span] = segment
         out.loss_mask_BT[b, span] = sequence.loss_mask
-        out.turn_tokens_BT[b, span] = sequence.turn_tokens
         out.turn_BT[b, span] = np.where(
           sequence.turn > 0, sequence.turn + turns, 0
         )

@@ -51,7 +51,7 @@ def test_provenance(context, minibatches):
   batch_episodes = random_episodes()
   batch = pack(batch_episodes, context=context, minibatches=minibatches)
   sampled = {
-    i: (logp, len(turn.response_ids))
+    i: logp
     for episode in batch_episodes
     for turn in episode.turns
     for i, logp in zip(turn.response_ids, turn.response_logps, strict=True)
@@ -61,17 +61,13 @@ def test_provenance(context, minibatches):
   np.testing.assert_allclose(
     batch.adv_BT[mask], batch.tokens_BT[mask] / 1000, rtol=1e-6
   )
-  for token, logp, length in zip(
-    batch.tokens_BT[mask],
-    batch.sampler_logp_BT[mask],
-    batch.turn_tokens_BT[mask],
-    strict=True,
+  for token, logp in zip(
+    batch.tokens_BT[mask], batch.sampler_logp_BT[mask], strict=True
   ):
-    assert (pytest.approx(logp), length) == sampled[int(token)]
+    assert logp == pytest.approx(sampled[int(token)])
   for field in (
     batch.adv_BT,
     batch.sampler_logp_BT,
-    batch.turn_tokens_BT,
     batch.turn_BT,
     batch.flat_BT,
   ):
@@ -239,7 +235,6 @@ def test_types():
     'positions_BT': np.int32,
     'segment_ids_BT': np.int32,
     'loss_mask_BT': np.bool_,
-    'turn_tokens_BT': np.int32,
     'turn_BT': np.int32,
     'flat_BT': np.int32,
     'adv_BT': np.float32,

@@ -155,7 +155,6 @@ def lesson(num_rows=8, heads=1, seed=0):
     positions_BT=positions.astype(np.int32),
     segment_ids_BT=segments,
     loss_mask_BT=mask,
-    turn_tokens_BT=mask.astype(np.int32),
     turn_BT=mask.astype(np.int32),
     flat_BT=np.zeros(shape, np.int32),
     adv_BT=zeros,

@@ -31,7 +31,6 @@ def make_batch(adv, mask=None, turn=None, segment=None, **fields):
     positions_BT=zeros.astype(np.int32),
     segment_ids_BT=ones if segment is None else np.array(segment, np.int32),
     loss_mask_BT=mask,
-    turn_tokens_BT=ones,
     turn_BT=turn,
     flat_BT=zeros.astype(np.int32),
     adv_BT=adv,

@@ -48,7 +48,6 @@ rows = batch.Batch(
   segment_ids_BT=segments,
   loss_mask_BT=mask & (segments > 0) & (positions > 0),
   adv_BT=rng.normal(size=(8, 20)).astype(np.float32),
-  turn_tokens_BT=np.full((8, 20), 5, np.int32),
   turn_BT=np.ones((8, 20), np.int32),
   flat_BT=np.zeros((8, 20), np.int32),
   **{name: rng.normal(-7, 0.1, (8, 20)).astype(np.float32)

@@ -4,7 +4,8 @@ A method is a module here with `TRAITS` and `estimate(table, *, progress, ...)
 -> adv_R`, pure and jit-able. Its keyword arguments are its hyperparameters. It
 may define besides:
 
-  PRESETS: {name: {configuration key: value}}, ways to run it, see `presets`;
+  PRESETS: {name: {configuration key: value}}, ways to run it, see `presets`; a
+    function of the configuration in place of a value is called last;
   annotate(table, batch_episodes, *, decode, ...) -> table: what it needs to be
     read out of the episodes, on the host; its keyword arguments are some of the
     hyperparameters;

@@ -151,7 +151,7 @@ def estimate(
   entropy_U = segments.turn_sum(table, table.token_entropy_R) / jnp.maximum(
     tokens_U, 1
   )
-  counted_U = _compared(table, single) & (tokens_U > 0)
+  counted_U = segments.compared(table, single) & (tokens_U > 0)
   followed_U = ~segments.is_last_turn(table) & jnp.roll(counted_U, -1)
   adv_U = modulate(
     adv_U,
@@ -163,13 +163,3 @@ def estimate(
     zeta=zeta,
   )
   return segments.finish(table, adv_U, penalty_U=after_U, single=single)
-
-
-def _compared(table: episodes.TurnTable, single: str) -> jax.Array:
-  """Returns [U] bool, turns that `segments.finish` does not set to 0."""
-  group_E = jnp.asarray(table.episode_group_E)
-  members_P = jax.ops.segment_sum(
-    jnp.ones_like(group_E), group_E, group_E.shape[0]
-  )
-  needed = 2 if single == 'zero' else 1
-  return segments.lookup(members_P, segments.turn_group(table)) >= needed

@@ -11,11 +11,20 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
 TRAITS = advantages.Traits(group=True, token_rewards=True)
+
+
+def _sequence_tokens(config: ml_collections.ConfigDict) -> int:
+  """Most response tokens of a training sequence: an episode or a turn."""
+  if config.chat.context == 'window':
+    return config.chat.max_response
+  return config.env.max_turns * config.chat.max_response
+
 
 # Of DAPO: all but the shaping of long responses and the KL.
 _DAPO = {
@@ -31,6 +40,7 @@ PRESETS = {
     'advantage.grpo.use_std': False,
     'loss.name': 'ppo_clip',
     'loss.ppo_clip.aggregation': 'constant_length',
+    'loss.ppo_clip.length': _sequence_tokens,
   },
   'grpo_verl_parity': {
     'advantage.grpo.stat': 'turn',
@@ -42,8 +52,11 @@ PRESETS = {
   'dapo': _DAPO
   | {
     'loss.ppo_clip.kl_coef': 0.0,
-    'advantage.grpo.overlong_limit': 512,
-    'advantage.grpo.overlong_buffer': 128,
+    'advantage.grpo.overlong_limit': lambda config: config.chat.max_response,
+    # Of 20,480 tokens the paper's buffer takes 4,096.
+    'advantage.grpo.overlong_buffer': (
+      lambda config: config.chat.max_response // 5
+    ),
     'advantage.grpo.overlong_penalty': 5.0,
   },
   # verl-agent's script keeps the KL and does not shape lengths.
@@ -54,7 +67,12 @@ PRESETS = {
     'advantage.grpo.penalty': 'pre',
     'advantage.grpo.single': 'raw',
   },
-  'gspo': {'loss.name': 'gspo'},
+  # The experiment's penalties hold for this loss too.
+  'gspo': {'loss.name': 'gspo'}
+  | {
+    f'loss.gspo.{key}': lambda config, key=key: config.loss.ppo_clip[key]
+    for key in ('kl_coef', 'kl_kind', 'entropy_coef')
+  },
 }
 
 

@@ -71,23 +71,13 @@ def history_groups(table: episodes.TurnTable, history: int) -> jax.Array:
 
   def deepen(group_U, k):
     reaches_U = in_group_U & (jnp.asarray(table.turn_index_U) >= k)
-    pair_U = _pairs(jnp.roll(group_U, 1), state_U)
+    pair_U = segments.pairs(jnp.roll(group_U, 1), state_U)
     group_U = jnp.where(reaches_U, pair_U, num_U)
     return group_U, group_U
 
   # A scan compiles the sort once, however many levels there are.
   deeper_KU = jax.lax.scan(deepen, state_U, jnp.arange(1, history + 1))[1]
   return jnp.concatenate([state_U[None], deeper_KU])
-
-
-def _pairs(a_U: jax.Array, b_U: jax.Array) -> jax.Array:
-  """Returns [U] int32 ids below U that are equal where both keys are."""
-  # Sorted rather than packed in one integer: U^2 would not fit int32.
-  order_U = jnp.lexsort((b_U, a_U))
-  a_U, b_U = a_U[order_U], b_U[order_U]
-  new_U = (a_U[1:] != a_U[:-1]) | (b_U[1:] != b_U[:-1])
-  rank_U = jnp.insert(jnp.cumsum(new_U, dtype=jnp.int32), 0, 0)
-  return jnp.zeros_like(rank_U).at[order_U].set(rank_U)
 
 
 def estimate(

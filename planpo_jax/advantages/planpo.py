@@ -31,6 +31,7 @@ _NO_AE = {
 }
 
 PRESETS = {
+  'planpo_paper': {},  # The defaults, by a name of their own.
   'planpo_verl_parity': {
     'advantage.planpo.stat': 'turn',
     'advantage.planpo.penalty': 'pre',
@@ -239,7 +240,7 @@ def _response_advantage(
     in_group_U &= ~jnp.asarray(table.turn_truncated_U)
   cell_U, num_cells = group_U, num_E
   if as_group.startswith('turn'):
-    cell_U = segments.compact(group_U * num_U + table.turn_index_U)
+    cell_U = segments.pairs(group_U, jnp.asarray(table.turn_index_U))
     num_cells = num_U
   per_token_U = segments.lookup(shaped_E, table.turn_episode_U) / jnp.maximum(
     length_U, 1

@@ -232,10 +232,16 @@ def reversed_sum(x_N: jax.Array, decay_N: jax.Array) -> jax.Array:
   return jax.lax.associative_scan(join, (decay_N, x_N), reverse=True)[1]
 
 
-def compact(key_U: jax.Array) -> jax.Array:
-  """Returns [U] int32 ids below U that are equal where the keys are."""
-  size = key_U.shape[0]
-  return jnp.unique(key_U, return_inverse=True, size=size)[1].astype(jnp.int32)
+def pairs(a_U: jax.Array, b_U: jax.Array) -> jax.Array:
+  """Returns [U] int32 ids below U that are equal where both keys are."""
+  # Sorted rather than packed into one integer: U^2 would not fit int32.
+  order_U = jnp.lexsort((b_U, a_U))
+  a_U, b_U = a_U[order_U], b_U[order_U]
+  new_U = (a_U[1:] != a_U[:-1]) | (b_U[1:] != b_U[:-1])
+  rank_U = jnp.concatenate(
+    [jnp.zeros(1, jnp.int32), jnp.cumsum(new_U, dtype=jnp.int32)]
+  )
+  return jnp.zeros_like(rank_U).at[order_U].set(rank_U)
 
 
 def turn_group(table: episodes.TurnTable) -> jax.Array:
@@ -279,7 +285,7 @@ def is_last_token(table: episodes.TurnTable) -> jax.Array:
 def is_first_token(table: episodes.TurnTable) -> jax.Array:
   """Returns [R] bool, the first token of its turn; False on padding."""
   token_turn_R = jnp.asarray(table.token_turn_R)
-  previous_R = jnp.insert(token_turn_R[:-1], 0, -1)
+  previous_R = jnp.concatenate([jnp.full(1, -1, jnp.int32), token_turn_R[:-1]])
   return (token_turn_R != previous_R) & (
     token_turn_R < table.turn_episode_U.shape[0]
   )

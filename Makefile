@@ -23,6 +23,8 @@ lint: $(VENV)/dev.stamp
 bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/sampling.py
+	$(BIN)/python benchmarks/advantages.py
+	$(BIN)/python benchmarks/theorem1.py
 	$(BIN)/python benchmarks/model.py $(ARGS)
 
 clean:

@@ -479,6 +479,28 @@ def test_shaping():
   expect(adv, [19] * 4 + [9] * 5 + [0] * 2)
 
 
+def test_the_weight_of_short_responses_may_follow_a_schedule():
+  """10/1 + w 10/5: w = 2 at first, 1.5 halfway to 1; or from 1 up to 2."""
+  played = [make_episodes.episode([5], success=True)]
+  table = tabulate(played, [0] * 5)
+
+  def earned(progress, schedule):
+    method = advantages.get(
+      'ppo',
+      whiten=False,
+      shaping='success',
+      shaping_weight=2.0,
+      shaping_final=1.0,
+      shaping_schedule=schedule,
+    )
+    return float(method.estimate(table, progress=progress)[0])
+
+  assert earned(0.5, 'constant') == pytest.approx(14.0)
+  assert earned(0.5, 'decay') == pytest.approx(13.0)
+  assert earned(1.0, 'decay') == pytest.approx(12.0)
+  assert earned(1.0, 'increase') == pytest.approx(14.0)
+
+
 def test_shaping_counts_turns_without_tokens():
   """T = 4: 10/4 + 10/2 and 10/4 + 10/1; an empty turn earns nothing."""
   played = [make_episodes.episode([2, 0, 1, 0], success=True)]

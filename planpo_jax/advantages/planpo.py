@@ -46,7 +46,10 @@ PRESETS = {
   'planpo_constant': {'advantage.planpo.alpha_schedule': 'constant'},
   'planpo_flat_all': {'advantage.planpo.as_group': 'flat_all'},
   'planpo_stratified': {'advantage.planpo.ae_mode': 'stratified'},
-  'planpo_unconditional': {'advantage.planpo.conditional': False},
+  'planpo_unconditional': {
+    'advantage.planpo.conditional': False,
+    'advantage.planpo.full_return': lambda config: config.train.success_return,
+  },
 }
 
 

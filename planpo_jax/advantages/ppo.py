@@ -29,11 +29,14 @@ import jax
 import jax.numpy as jnp
 
 from planpo_jax import advantages, episodes
-from planpo_jax.advantages import segments
+from planpo_jax.advantages import planpo, segments
 
 TRAITS = advantages.Traits(group=False, values=1, token_rewards=True)
 
 _SINGLES = {'train.tasks_per_step': 128, 'train.group_size': 1}
+_SHAPED = {
+  'advantage.ppo.full_return': lambda config: config.train.success_return
+}
 
 PRESETS = {
   'ppo': _SINGLES,
@@ -48,8 +51,10 @@ PRESETS = {
   },
   'ppo_bilevel': _SINGLES
   | {'advantage.ppo.gae': 'bilevel', 'advantage.ppo.gamma': 0.95},
-  'ppo_success': _SINGLES | {'advantage.ppo.shaping': 'success'},
-  'ppo_unconditional': _SINGLES | {'advantage.ppo.shaping': 'unconditional'},
+  'ppo_success': _SINGLES | _SHAPED | {'advantage.ppo.shaping': 'success'},
+  'ppo_unconditional': _SINGLES
+  | _SHAPED
+  | {'advantage.ppo.shaping': 'unconditional'},
 }
 
 
@@ -66,6 +71,8 @@ def estimate(
   invalid_penalty: float = 0.1,
   shaping: str = 'none',
   shaping_weight: float = 1.0,
+  shaping_final: float = 0.5,
+  shaping_schedule: str = 'constant',
   full_return: float = 10.0,
 ) -> jax.Array:
   """Returns A_n of each response token, against the first head of the critic.
@@ -79,7 +86,7 @@ def estimate(
 
   Args:
     table: the turns, with `value_RC`, and `token_reward_R` if there is any.
-    progress: k/K; PPO does not read it.
+    progress: k/K, read by the schedule of the shaping only.
     gae: `turn_bandit`, `turn`, `token` or `bilevel`, see above.
     gamma: discount a step, in [0, 1].
     lam: in [0, 1]; at 0 the critic is believed after one step, at 1 never.
@@ -93,19 +100,28 @@ def estimate(
       token of turn t of episode i c_i (full_return / T_i + shaping_weight
       full_return / L_it), for T_i turns and L_it tokens, c_i = 1 on success and
       0 else. `unconditional`: the same with c_i = 1.
-    shaping_weight: weight of short responses; only read by the shaping.
+    shaping_weight: weight of short responses; only read by the shaping, as the
+      next two.
+    shaping_final: weight at the last step, unless it is constant.
+    shaping_schedule: `constant`, `decay` or `increase`, see `planpo.alpha`.
     full_return: return of a success; only read by the shaping.
 
   Returns:
     adv_R: [R] float32, 0 on padding.
 
   Raises:
-    ValueError: unknown `gae` or `shaping`, or a discount outside of [0, 1].
+    ValueError: unknown `gae`, `shaping` or `shaping_schedule`, or a discount
+      outside of [0, 1].
   """
-  del progress
   segments.check_choice('gae', gae, ('turn_bandit', 'turn', 'token', 'bilevel'))
   segments.check_choice(
     'shaping', shaping, ('none', 'success', 'unconditional')
+  )
+  weight = planpo.alpha(
+    progress,
+    alpha_init=shaping_weight,
+    alpha_final=shaping_final,
+    alpha_schedule=shaping_schedule,
   )
   for name, factor in (
     ('gamma', gamma),
@@ -130,7 +146,7 @@ def estimate(
       0.0,
     )
   else:
-    earned_R = at_last(full_return * _shape(table, shaping, shaping_weight))
+    earned_R = at_last(full_return * _shape(table, shaping, weight))
   valid_U = jnp.asarray(table.turn_valid_U)
   reward_R = earned_R - at_last(jnp.where(valid_U, 0.0, invalid_penalty))
   if table.token_reward_R is not None:
@@ -241,7 +257,9 @@ def _value(table: episodes.TurnTable) -> jax.Array:
   return jnp.where(real_R, jnp.asarray(table.value_RC)[:, 0], 0.0)
 
 
-def _shape(table: episodes.TurnTable, shaping: str, weight: float) -> jax.Array:
+def _shape(
+  table: episodes.TurnTable, shaping: str, weight: jax.Array | float
+) -> jax.Array:
   """[U] c_i (1 / T_i + weight / L_it)."""
   turns_E = jnp.maximum(segments.episode_turns(table), 1)
   tokens_U = jnp.maximum(jnp.asarray(table.turn_tokens_U), 1)

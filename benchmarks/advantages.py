@@ -315,6 +315,11 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=21)
   parser.add_argument('--methods', default=','.join(critic_free))
   args = parser.parse_args()
+  if unknown := set(args.methods.split(',')) - set(critic_free):
+    parser.error(
+      f'--methods={",".join(sorted(unknown))}: not among those without a '
+      f'critic, {", ".join(critic_free)}'
+    )
   rng = np.random.default_rng(0)
   load = ' '.join(f'{value:.1f}' for value in os.getloadavg())
   print(f'{os.cpu_count()} CPU cores, load {load}, {jax.default_backend()}')

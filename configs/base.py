@@ -96,8 +96,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.train.success_threshold = 100.0  # Score points.
   config.train.score_floor = 0.0  # Score points below which no return falls.
   config.train.score_max = 100.0  # Score points of a full success.
-  # Times that `tasks_per_step` more tasks are played while fewer groups give
-  # the method something to learn from; 0: never. Dynamic sampling of DAPO.
+  # Times that up to `tasks_per_step` other tasks are played while fewer groups
+  # give the method something to learn from; 0: never. DAPO's dynamic sampling.
   config.train.max_refills = 0
   # Leave out groups that give the method nothing to learn from, KL included.
   config.train.drop_zero_groups = False
@@ -128,7 +128,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.critic.max_grad_norm = 1.0
   config.critic.b1 = 0.9
   config.critic.b2 = 0.999
-  config.critic.clip = 0.5  # How far a value may move, units of the return.
+  # How far a value may move in an update, units of the return; inf: freely.
+  config.critic.clip = 0.5
   config.critic.scale = 1.0  # Of the squared error; 0.5 in AgentGym-RL.
 
   config.learner = ml_collections.ConfigDict()
@@ -235,16 +236,15 @@ def variant(
 ) -> ml_collections.ConfigDict:
   """Applies the part after the colon of `--config=FILE.py:PRESET,PRESET`.
 
-  In the order given, then `smoke`, which makes small what the others set, and
-  last the values that follow from others: a preset may give a function of the
-  configuration.
+  In the order given, but `smoke` last: it makes small what the others set. A
+  function that a preset gives for a value is called with the configuration; it
+  may return a reference to another key, which flags still reach.
 
   Raises:
     ValueError: unknown preset, or one that sets a key which does not exist.
   """
   names = [name.strip() for name in text.split(',') if name.strip()]
   known = presets()
-  following = []
   for name in names:
     if name != 'smoke' and name not in known:
       near = difflib.get_close_matches(name, known, n=1)
@@ -254,15 +254,8 @@ def variant(
         + (f' Did you mean {near[0]!r}?' if near else '')
       )
     for key, value in known.get(name, {}).items():
-      if callable(value):
-        following.append((name, key, value))
-      else:
-        _set(config, name, key, value)
-  if 'smoke' in names:
-    config = smoke(config)
-  for name, key, value in following:
-    _set(config, name, key, value(config))
-  return config
+      _set(config, name, key, value(config) if callable(value) else value)
+  return smoke(config) if 'smoke' in names else config
 
 
 def _set(

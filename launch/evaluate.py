@@ -110,7 +110,7 @@ def main() -> int:
   config = _config(workdir)
   if _AGENT.value != 'plain':
     config.chat.prompt = 'react'
-  config_lib.check(config, jax.device_count())
+  config_lib.check(config, jax.device_count(), training=False)
   if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
     raise FileNotFoundError(
       f'--output={_OUTPUT.value}: there is no folder to write it to.'

@@ -51,6 +51,7 @@ def check(
   num_devices: int,
   *,
   checkpoint_needed: bool = True,
+  training: bool = True,
 ) -> None:
   """Raises ConfigError for the first rule that `config` breaks.
 
@@ -58,6 +59,7 @@ def check(
     config: the whole configuration.
     num_devices: that jax sees.
     checkpoint_needed: sizes other than nano must start from a checkpoint.
+    training: a method is going to learn; else what it asks for is nobody's.
   """
   if not config.env.address:
     _known('env.name', config.env.name, env.known())
@@ -94,8 +96,9 @@ def check(
   for key in _POSITIVE:
     if _get(config, key) < 1:
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
-  _check_group(config)
-  _check_method(config)
+  if training:
+    _check_group(config)
+    _check_method(config)
   _check_lengths(config)
   _check_rollout(config, num_devices)
   _check_devices(config, num_devices)
@@ -120,7 +123,8 @@ _POSITIVE = (
 
 def _check_group(config: ml_collections.ConfigDict) -> None:
   size, method = config.train.group_size, config.advantage.name
-  if size < 2 and advantages.traits(method).group:
+  traits = advantages.traits(method, **config.advantage[method])
+  if size < 2 and traits.group:
     raise ConfigError(
       f'train.group_size={size}, but advantage.name={method} compares the '
       'members of a group, which takes at least 2; try 8.'
@@ -138,7 +142,7 @@ def _check_group(config: ml_collections.ConfigDict) -> None:
 def _check_method(config: ml_collections.ConfigDict) -> None:
   """What the method and the rest ask of each other."""
   name, train = config.advantage.name, config.train
-  traits = advantages.traits(name)
+  traits = advantages.traits(name, **config.advantage[name])
   loss = config.loss[config.loss.name]
   _known('train.outcome', train.outcome, ('binary', 'graded'))
   for key in ('success_return', 'score_max'):
@@ -153,12 +157,14 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
       'more tasks than train.tasks_per_step.'
     )
   selects = train.max_refills or train.drop_zero_groups
-  if selects and not traits.group:
+  asks = (traits.values or traits.entropy) and not traits.outcome
+  if selects and (asks or not traits.group):
     key = 'max_refills' if train.max_refills else 'drop_zero_groups'
     raise ConfigError(
       f'train.{key}={train[key]} selects the groups that have something to '
-      f'teach, but advantage.name={name!r} compares no groups; set train.{key} '
-      f'to {type(train[key])(0)}, or take a method that does, such as grpo.'
+      f'teach, which advantage.name={name!r} does not tell before the networks '
+      f'are asked; set train.{key} to {type(train[key])(0)}, or take a method '
+      'that compares a group, such as grpo.'
     )
   if loss.get('kl_in_reward') and not traits.token_rewards:
     able = [n for n in advantages.names() if advantages.traits(n).token_rewards]
@@ -167,11 +173,10 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
       'reads no rewards of single tokens; keep the KL in the loss '
       f'(kl_in_reward=False), or take one of {", ".join(able)}.'
     )
-  if traits.roles and config.chat.prompt != name:
+  if traits.prompt and config.chat.prompt != traits.prompt:
     raise ConfigError(
-      f'chat.prompt={config.chat.prompt!r} asks for no parts, but '
-      f'advantage.name={name!r} gives each part of a response its own credit; '
-      f'set chat.prompt={name}, as the preset {name} does.'
+      f'chat.prompt={config.chat.prompt!r} asks for other responses than '
+      f'advantage.name={name!r} reads; set chat.prompt={traits.prompt}.'
     )
   horizons = config.env.horizons
   if not all(isinstance(h, int) and h >= 1 for h in horizons):
@@ -180,11 +185,11 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
       '(10, 20, 30), or () for env.max_turns throughout.'
     )
   if traits.values:
-    for key in ('learning_rate', 'clip', 'scale'):
-      if not 0 < config.critic[key] < math.inf:
+    for key, most in (('learning_rate', 1), ('clip', math.inf), ('scale', 1e6)):
+      if not 0 < config.critic[key] <= most:
         raise ConfigError(
-          f'critic.{key}={config.critic[key]} must be above 0 for '
-          f'advantage.name={name!r}, which learns values.'
+          f'critic.{key}={config.critic[key]} must be above 0 and at most '
+          f'{most} for advantage.name={name!r}, which learns values.'
         )
 
 
@@ -312,13 +317,17 @@ def check_workdir(
     return
   if not _has_results(workdir):
     return  # Whatever was tried there ended before it played anything.
-  theirs = _flatten(read(path))
+  # Of keys that an older version did not know it had the defaults. Imported
+  # here: experiments import this package.
+  from configs import base
+
+  defaults = _flatten(json.loads(base.get_config().to_json()))
+  theirs = defaults | _flatten(read(path))
   ours = _flatten(json.loads(config.to_json()))
   differing = [
     f'{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now'
     for key in sorted(theirs.keys() | ours.keys())
-    # A key that an older version did not know was at its default.
-    if theirs.get(key, ours.get(key)) != ours.get(key) and key not in _FREE
+    if theirs.get(key) != ours.get(key) and key not in _FREE
   ]
   if differing:
     raise ConfigError(

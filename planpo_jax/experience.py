@@ -11,7 +11,7 @@ import abc
 import concurrent.futures
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from planpo_jax import dump, episodes, rollout
@@ -62,24 +62,25 @@ Play = Callable[[int], rollout.Collected]
 
 
 def refilling(
-  play: Callable[[int, int], rollout.Collected],
-  enough: Callable[[list[episodes.Episode]], bool],
-  limit: int,
+  play: Callable[[int, Sequence[episodes.Task]], rollout.Collected],
+  lots: Callable[[int], Sequence[Sequence[episodes.Task]]],
+  enough: Callable[[int, list[episodes.Episode]], bool],
 ) -> Play:
-  """Plays on until a step has enough.
+  """Plays on until a step has enough, or nothing is left to play.
 
   Args:
-    play: (step, refill) plays the tasks of a step, or of its refills from 1.
-    enough: whether the episodes of a step so far suffice.
-    limit: most refills.
+    play: (step, tasks) plays a group of each task.
+    lots: step -> its tasks, and those of its refills.
+    enough: (step, episodes) -> whether the episodes so far suffice.
   """
 
   def play_enough(step: int) -> rollout.Collected:
-    parts = [play(step, 0)]
-    while len(parts) <= limit and not enough(
-      [episode for part in parts for episode in part.episodes]
-    ):
-      parts.append(play(step, len(parts)))
+    parts: list[rollout.Collected] = []
+    for lot in lots(step):
+      played = [episode for part in parts for episode in part.episodes]
+      if parts and enough(step, played):
+        break
+      parts.append(play(step, lot))
     return rollout.joined(parts)
 
   return play_enough

@@ -55,7 +55,7 @@ def make(
   values = functools.partial(critic.values, policy)
   policy_optimizer = optimizer.make(**config.optimizer)
   critic_optimizer = optimizer.make(
-    **{k: v for k, v in config.critic.items() if k not in ('clip', 'scale')}
+    **{key: config.critic[key] for key in config.optimizer}
   )
 
   def start(params):

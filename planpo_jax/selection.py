@@ -3,11 +3,11 @@
 Source: dynamic sampling of DAPO, arXiv 2503.14476, equation 11: tasks are
 played until enough groups have something to teach.
 
-Departures: a group counts as teaching when the method gives one of its members
-an advantage. For GRPO that is DAPO's rule, returns that differ; PlanPO learns
-from groups that all succeed too. A method that must ask the networks first is
-given DAPO's rule. Groups that teach nothing fill up a step that
-is still short at the last refill, as in verl-agent.
+Departures: a group teaches when the method learns something from one of its
+members (`advantages.Method.signal`). For methods that compare outcomes that is
+DAPO's rule, returns that differ; PlanPO learns from groups that all succeed
+too. Groups that teach nothing fill up a step that is still short at the last
+refill, as in verl-agent.
 """
 
 from __future__ import annotations
@@ -19,27 +19,10 @@ import numpy as np
 from planpo_jax import episodes
 
 
-def outcome_signal(table: episodes.TurnTable) -> np.ndarray:
-  """DAPO's own rule: returns in the group differ.
-
-  For methods whose advantages need more than the episodes.
-
-  Returns:
-    [E] bool.
-  """
-  group_E = np.asarray(table.episode_group_E)
-  return_E = np.asarray(table.episode_return_E)
-  signal_E = np.zeros(len(group_E), bool)
-  for group in np.unique(group_E[group_E < len(group_E)]):
-    members_E = group_E == group
-    signal_E |= members_E & (np.ptp(return_E[members_E]) > 0)
-  return signal_E
-
-
 def teaching_groups(
   batch_episodes: Sequence[episodes.Episode], signal_E: np.ndarray
 ) -> set[episodes.Task]:
-  """Tasks of which some episode has a signal, see `advantages.signal`.
+  """Tasks of which some episode has a signal.
 
   Args:
     batch_episodes: as tabulated.
@@ -59,7 +42,7 @@ def choose(
 
   Args:
     batch_episodes: as tabulated.
-    signal_E: [E] bool, padding behind, see `advantages.signal`.
+    signal_E: [E] bool, padding behind.
     groups: most groups kept; those played first are preferred.
     drop: leave groups that teach nothing out even if fewer remain, unless none
       teaches: then all stay as they are.

@@ -16,21 +16,35 @@ def at(
   *,
   count: int,
   seed: int,
-  refill: int = 0,
 ) -> list[episodes.Task]:
   """The `count` tasks of training step `step`, from 0.
 
-  Every epoch visits each task once in an order of its own; so do the refills
-  of a step, which number from 1, each in other orders. Nothing is remembered
-  between steps, so a resumed run needs no cursor.
+  Every epoch visits each task once in an order of its own. Nothing is
+  remembered between steps, so a resumed run needs no cursor.
   """
   chosen = []
   for position in range(step * count, (step + 1) * count):
     epoch, offset = divmod(position, len(tasks))
-    key = (seed, epoch, refill) if refill else (seed, epoch)
-    order = np.random.default_rng(key).permutation(len(tasks))
+    order = np.random.default_rng((seed, epoch)).permutation(len(tasks))
     chosen.append(tasks[order[offset]])
   return chosen
+
+
+def refills(
+  tasks: Sequence[episodes.Task], step: int, *, count: int, seed: int
+) -> list[list[episodes.Task]]:
+  """What a step may play besides, in lots of `count` tasks, the last smaller.
+
+  No task of the step, none twice, all others once, in an order of the step's.
+  """
+  played = set(at(tasks, step, count=count, seed=seed))
+  others = [task for task in dict.fromkeys(tasks) if task not in played]
+  # A third number keeps it apart from the orders of epochs.
+  order = np.random.default_rng((seed, step, 1)).permutation(len(others))
+  return [
+    [others[i] for i in order[first : first + count]]
+    for first in range(0, len(others), count)
+  ]
 
 
 def spread(tasks: Sequence[episodes.Task], count: int) -> list[episodes.Task]:

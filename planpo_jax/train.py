@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
@@ -24,11 +24,11 @@ from planpo_jax import (
   episodes,
   evaluate,
   experience,
-  horizon,
   learner,
   losses,
   metrics,
   rollout,
+  schedules,
   scores,
   selection,
   sharding,
@@ -186,23 +186,22 @@ def _train(
   recorder = dump.Recorder(folder or None, config.chat.context)
   clock = metrics.Clock()
 
-  def play(step: int, refill: int) -> rollout.Collected:
-    """Plays the episodes of step `step`, from 0, or those of a refill."""
-    count, size = config.train.tasks_per_step, config.train.group_size
-    chosen = [
-      task
-      for number in range(refill + 1)
-      for task in tasks.at(
-        train_tasks, step, count=count, seed=seed, refill=number
-      )
-    ]
-    label = f'step {step + 1}/{steps}'
+  count = config.train.tasks_per_step
+
+  def lots(step: int) -> list[list[episodes.Task]]:
+    """The tasks of step `step`, from 0, and those of its refills."""
+    chosen = tasks.at(train_tasks, step, count=count, seed=seed)
+    if not config.train.max_refills:
+      return [chosen]
+    others = tasks.refills(train_tasks, step, count=count, seed=seed)
+    return [chosen, *others[: config.train.max_refills]]
+
+  def play(step: int, chosen: Sequence[episodes.Task]) -> rollout.Collected:
     return player.play(
-      f'{label}, refill {refill}' if refill else label,
-      # Numbered over all refills, so that no member of a task comes twice.
-      rollout.group_jobs(chosen, size)[-count * size :],
+      f'step {step + 1}/{steps}',
+      rollout.group_jobs(chosen, config.train.group_size),
       seed=(seed, evaluate.TRAIN_SEED, step),
-      max_turns=horizon.at(
+      max_turns=schedules.horizon(
         step,
         horizons=config.env.horizons,
         horizon_steps=config.env.horizon_steps,
@@ -223,21 +222,15 @@ def _train(
     )
     return method.annotate(table, learnt, model.tokenizer.decode)
 
-  def signal(learnt: list[episodes.Episode]) -> np.ndarray:
-    """[E] the method learns something from the episode."""
-    table = tabulate(learnt)
-    if method.traits.entropy:  # Known only after the networks are asked.
-      return selection.outcome_signal(table)
-    return advantages.signal(table, method.estimate(table, progress=1.0))
-
-  def enough(played: list[episodes.Episode]) -> bool:
+  def enough(step: int, played: list[episodes.Episode]) -> bool:
     learnt = episodes.learnable(played)
-    return bool(learnt) and (
-      len(selection.teaching_groups(learnt, signal(learnt)))
-      >= config.train.tasks_per_step
-    )
+    if not learnt:
+      return False
+    signal_E = method.signal(tabulate(learnt), progress=(step + 1) / steps)
+    teaching = selection.teaching_groups(learnt, signal_E)
+    return len(teaching) >= len(set(lots(step)[0]))
 
-  play_step = experience.refilling(play, enough, config.train.max_refills)
+  play_step = experience.refilling(play, lots, enough)
   source: experience.Source
   if plan.replay is not None:
     source = plan.replay
@@ -307,15 +300,18 @@ def _train(
           f'{played[-1].fault}'
         )
 
+      progress = (step + 1) / steps
       with timers.measure('tabulate'):
-        if config.train.max_refills or config.train.drop_zero_groups:
+        table, taught = tabulate(learnt), None
+        groups = len({episode.task for episode in learnt})
+        # More groups come from refills, or the dump of a run that had some.
+        if groups > count or config.train.drop_zero_groups:
+          signal_E = method.signal(table, progress=progress)
+          taught = advantages.group_diagnostics(table, signal_E)
           learnt = selection.choose(
-            learnt,
-            signal(learnt),
-            groups=config.train.tasks_per_step,
-            drop=config.train.drop_zero_groups,
+            learnt, signal_E, groups=count, drop=config.train.drop_zero_groups
           )
-        table = tabulate(learnt)
+          table = tabulate(learnt)
         rows = batch.pack(
           learnt,
           context=config.chat.context,
@@ -331,7 +327,9 @@ def _train(
 
       with timers.measure('advantage'):
         table = scores.to_table(table, rows, scored, plan.kl_reward)
-        progress = (step + 1) / steps
+        if taught is None:
+          signal_E = method.signal(table, progress=progress)
+          taught = advantages.group_diagnostics(table, signal_E)
         adv_R = np.asarray(method.estimate(table, progress=progress))
         rows = batch.with_advantages(
           rows, adv_R, table.token_role_R > 0 if method.traits.roles else None
@@ -353,6 +351,9 @@ def _train(
       scalars = {
         **metrics.rollout_scalars(played),
         **taken.scalars(),
+        'rollout/groups': groups,
+        'rollout/groups_learnt': len({episode.task for episode in learnt}),
+        **taught,
         **advantages.diagnostics(table, adv_R),
         **learning,
         **timers.scalars(),

@@ -359,9 +359,10 @@ def scalars(reports: Sequence[dict[str, jax.Array]]) -> dict[str, float]:
   Returns:
     Scalars under `loss/`: `total` and the fields of `losses.LossMetrics`, as
     means over the tokens, turns or sequences of all minibatches or as extremes;
-    `weight`, summed; `grad_norm`, the mean over applied updates (0 without any);
-    `skipped_updates` and `nonfinite_updates`, counts; and `first_ratio_max`, of
-    the first minibatch, when the policy is still the one that was scored.
+    `weight`, summed; `grad_norm`, the mean over applied updates (0 without
+    any); `skipped_updates` and `nonfinite_updates`, counts; and
+    `first_ratio_max`, of the first minibatch, when the policy is still the one
+    that was scored.
   """
   columns, joined = _join(reports)
   some = joined['weight'] > 0

@@ -174,7 +174,7 @@ def test_graded_with_threshold_50():
 
 
 def test_grpo_on_scores_that_reach_below_zero():
-  """Scores -100, 0, 8, 50: mean -10.5, std 63.5689 (ENV-01)."""
+  """Scores -100, 0, 8, 50: mean -10.5, std 63.5689."""
   batch = [
     make_episodes.episode([1], score=s, member=i)
     for i, s in enumerate((-100.0, 0.0, 8.0, 50.0))
@@ -187,7 +187,7 @@ def test_grpo_on_scores_that_reach_below_zero():
 @pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 @pytest.mark.parametrize('count', [3, 5, 6, 7, 8])
 def test_tied_group_is_exactly_zero(name, count):
-  """Equal values that float32 cannot hold leave no residue (ALG-01, ALG-02).
+  """Equal values that float32 cannot hold leave no residue.
 
   R/T = r/3 and R/L = r/7 are inexact too.
   """
@@ -214,7 +214,7 @@ def test_nearly_tied_values_are_told_apart(stat):
 @pytest.mark.parametrize('stat', ['trajectory', 'turn'])
 @pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 def test_tied_group_without_eps_is_exactly_zero(name, stat):
-  """Nothing but the guard is between a residue and a full size (ALG-01).
+  """Nothing but the guard is between a residue and a full size.
 
   Returns 1, 0 and -100.
   """
@@ -231,7 +231,7 @@ def test_tied_group_without_eps_is_exactly_zero(name, stat):
 
 @pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 def test_group_shrunk_to_one_gives_zero(name):
-  """Never NaN, never the raw return, nor the penalty (ALG-05)."""
+  """Never NaN, never the raw return, nor the penalty."""
   batch = [make_episodes.episode([3, 9], success=True, valid=[True, False])]
   assert estimate(batch, name) == [[0.0, 0.0]]
   assert estimate(batch, name, penalty='pre') == [[0.0, 0.0]]
@@ -239,13 +239,13 @@ def test_group_shrunk_to_one_gives_zero(name):
 
 @pytest.mark.parametrize('name', ['planpo', 'grpo', 'rloo'])
 def test_return_of_an_empty_response_goes_nowhere(name):
-  """A success without a token leaves peers at 0 and padding too (ALG-07)."""
+  """A success without a token leaves peers at 0 and padding too."""
   batch = make_episodes.group([(True, [0]), (False, [3]), (False, [3])])
   assert estimate(batch, name) == [[], [0.0], [0.0]]
 
 
 def test_rejected_member_leaves_the_baseline():
-  """Returns 1, 0 and an empty 10: .7071, -.7071 (ALG-06, ALG-07)."""
+  """Returns 1, 0 and an empty 10: .7071, -.7071."""
   batch = [
     make_episodes.episode([4], score=10.0, member=0),
     make_episodes.episode([4], score=0.0, member=1),
@@ -259,7 +259,7 @@ def test_rejected_member_leaves_the_baseline():
 
 
 def test_missing_member_leaves_the_baseline():
-  """Three of four members are left, returns 1, 0, 1 (ROL-15)."""
+  """Three of four members are left, returns 1, 0, 1."""
   batch = make_episodes.group([(True, [2]), (False, [2]), (True, [2])])
   wanted = [0.57735, -1.154699, 0.57735]
   expect(estimate(batch, 'grpo'), batch, wanted)
@@ -539,10 +539,11 @@ def test_groups_do_not_leak_under_any_switch(as_group):
 
 
 def test_diagnostics():
-  """Three groups: mixed, all successes, all failures with an invalid turn.
+  """Four groups: mixed, successes, failures with an invalid turn, one alone.
 
   PlanPO tells the successes apart; the format penalty on the failure is no
-  signal. One of 5 successes (40 turns) has a negative advantage.
+  signal, and the last has nobody to be like. Of 6 successes, those of 40 and of
+  2 turns are slow for their group; the first has a negative advantage.
   """
   batch = make_episodes.group(
     [(True, [2] * 5), (True, [2] * 40)] + [(False, [2])] * 6, 0
@@ -551,33 +552,61 @@ def test_diagnostics():
   batch += [
     make_episodes.episode([2], group=2),
     make_episodes.episode([2], group=2, member=1, valid=[False]),
+    make_episodes.episode([2], group=3, success=True),
   ]
   table = episodes.tabulate(batch)
-  values = advantages.diagnostics(
-    table, advantages.get('planpo').estimate(table, progress=1.0)
+  planpo_R, grpo_R = (
+    advantages.get(name).estimate(table, progress=1.0)
+    for name in ('planpo', 'grpo')
   )
-  assert values['advantage/groups_without_outcome_variance'] == pytest.approx(
-    2 / 3
-  )
-  assert values['advantage/signal_without_outcome_variance'] == pytest.approx(
-    1 / 2
-  )
-  assert values['advantage/successes_with_negative_advantage'] == pytest.approx(
-    2 / 5
-  )
-  grpo_R = advantages.get('grpo').estimate(table, progress=1.0)
+  tied = 'advantage/groups_without_outcome_variance'
+  taught = 'advantage/signal_without_outcome_variance'
+  values = {
+    name: advantages.group_diagnostics(
+      table, advantages.get(name).signal(table, progress=1.0)
+    )
+    for name in ('planpo', 'grpo')
+  }
+  assert values['planpo'] == {tied: pytest.approx(2 / 3), taught: 1 / 2}
+  assert values['grpo'] == {tied: pytest.approx(2 / 3), taught: 0}
+  values = advantages.diagnostics(table, planpo_R)
+  negative = 'advantage/successes_with_negative'
+  assert values[f'{negative}_efficiency'] == pytest.approx(2 / 6)
+  assert values[f'{negative}_advantage'] == pytest.approx(2 / 6)
   values = advantages.diagnostics(table, grpo_R)
-  assert values['advantage/signal_without_outcome_variance'] == 0
+  assert values[f'{negative}_efficiency'] == pytest.approx(2 / 6)
+  assert values[f'{negative}_advantage'] == 0
   real_R = np.asarray(grpo_R)[: table.turn_tokens_U.sum()]
   assert values['advantage/mean_abs'] == pytest.approx(
     np.abs(real_R).mean(), rel=1e-5
   )
 
 
+def test_spread_by_turn():
+  """Turn means 1, 2, 3, 4 and 3, 6, 9: the fourth turn joins the third's span.
+
+  Deviations 1 and 2, then that of 3, 9 and 4: sqrt(62/9) = 2.624669.
+  """
+  batch = make_episodes.group([(True, [1, 2, 1, 1]), (False, [1, 1, 2])])
+  table = episodes.tabulate(batch)
+  adv_R = np.zeros(len(table.token_turn_R), np.float32)
+  adv_R[:9] = [1, 1, 3, 3, 4, 3, 6, 8, 10]
+  values = advantages.diagnostics(table, adv_R)
+  spread = {k: v for k, v in values.items() if 'std_turn' in k}
+  assert spread == {
+    'advantage/std_turn_01': pytest.approx(1.0),
+    'advantage/std_turn_02': pytest.approx(2.0),
+    'advantage/std_turn_03_04': pytest.approx(2.624669),
+  }
+
+
 def test_diagnostics_of_a_failing_step_are_finite():
   table = episodes.tabulate(make_episodes.group([(False, [1]), (False, [1])]))
-  adv_R = advantages.get('planpo').estimate(table, progress=1.0)
-  values = advantages.diagnostics(table, adv_R)
+  method = advantages.get('planpo')
+  values = advantages.diagnostics(table, method.estimate(table, progress=1.0))
+  values |= advantages.group_diagnostics(
+    table, method.signal(table, progress=1.0)
+  )
   assert values == {
     'advantage/groups_without_outcome_variance': 1.0,
     'advantage/signal_without_outcome_variance': 0.0,

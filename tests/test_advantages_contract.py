@@ -5,10 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 
+from configs import quickstart
 from planpo_jax import advantages, episodes, losses
 from tests import make_episodes, test_advantages
 
 NAMES = advantages.names()
+TRAITS = {name: advantages.traits(name) for name in NAMES}
+# Those of which each group is a world of its own.
+APART = [n for n in NAMES if TRAITS[n].group and not TRAITS[n].batch_wide]
+GROUPED = [n for n in NAMES if TRAITS[n].group]
+# Those of which each episode is, but for the whitening.
+ALONE = [
+  n
+  for n in NAMES
+  if not TRAITS[n].group and 'whiten' in advantages.hyperparameters(n)
+]
 roomy_buckets = test_advantages.roomy_buckets
 
 
@@ -63,11 +74,6 @@ def random_batch(seed, num_groups=3, group_size=4):
   return batch
 
 
-def compares_within_groups(name):
-  traits = advantages.traits(name)
-  return traits.group and not traits.batch_wide
-
-
 @pytest.mark.parametrize('name', NAMES)
 def test_shape_type_finite_and_zero_on_padding(name):
   for seed in range(3):
@@ -89,11 +95,24 @@ def test_order_of_episodes_is_irrelevant(name):
     np.testing.assert_allclose(second[key], value, atol=1e-6)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', ALONE)
+def test_episodes_do_not_leak_before_whitening(name):
+  """Another episode changes nothing in this one's."""
+  batch = random_batch(4)
+  method = advantages.get(name, whiten=False)
+
+  def first_episode(batch):
+    adv_R = np.asarray(method.estimate(tabulate(batch), progress=0.4))
+    return adv_R[: sum(len(turn.response_ids) for turn in batch[0].turns)]
+
+  alone = first_episode(batch[:1])
+  assert alone.any()
+  np.testing.assert_allclose(first_episode(batch), alone, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', APART)
 def test_groups_do_not_leak(name):
   """Another group's episodes change nothing in this one's."""
-  if not compares_within_groups(name):
-    return
   batch = random_batch(4)
   alone = by_member(batch[:4], name)
   beside = by_member(batch, name)
@@ -101,11 +120,9 @@ def test_groups_do_not_leak(name):
     np.testing.assert_allclose(beside[key], value, atol=1e-6)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', APART)
 def test_the_same_groups_again_change_nothing(name):
   """Other tasks, played exactly alike: no statistic may be shared."""
-  if not compares_within_groups(name):
-    return
   batch = random_batch(9, num_groups=2)
   again = [
     dataclasses.replace(e, task=make_episodes.task(e.task.index + 2))
@@ -175,20 +192,16 @@ def test_rewards_of_tokens_are_read_if_traits_say_so(name):
 
 
 @pytest.mark.parametrize('success', [True, False])
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', APART)
 def test_identical_members_give_exactly_zero(name, success):
   """Their turns are alike too: nothing can be compared."""
-  if not compares_within_groups(name):
-    return
   batch = make_episodes.group([(success, [5, 5, 5])] * 7)
   for value in by_member(batch, name).values():
     assert not value.any()
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', GROUPED)
 def test_group_of_one_gives_zero(name):
-  if not advantages.traits(name).group:
-    return
   batch = random_batch(5, group_size=1)
   for value in by_member(batch, name).values():
     assert not value.any()
@@ -214,19 +227,14 @@ def test_compiles_once_for_tables_of_one_bucket(name):
 
 @pytest.mark.parametrize('preset', advantages.presets())
 def test_presets_name_what_exists(preset):
-  """Each hyperparameter of its method and of a loss is known, and its value."""
-  values = advantages.presets()[preset]
-  name = values['advantage.name']
-  chosen = {}
-  for key, value in values.items():
+  """Each key belongs to the method of its file, to a loss or to the rest."""
+  config = quickstart.get_config(preset)
+  name = config.advantage.name
+  for key in advantages.presets()[preset]:
     section, *path = key.split('.')
-    if section == 'loss' and len(path) == 2:
-      chosen.setdefault(path[0], {})[path[1]] = value
-    elif section == 'advantage' and len(path) == 2:
+    if section == 'advantage' and len(path) == 2:
       assert path[0] == name, key
-      chosen.setdefault('', {})[path[1]] = value
-    elif key == 'loss.name':
-      assert value in losses.names()
-  advantages.get(name, **chosen.pop('', {}))
-  for loss, hyperparameters in chosen.items():
-    losses.get(loss, **hyperparameters)
+    if section == 'loss' and len(path) == 2:
+      assert path[0] == config.loss.name, key
+  advantages.get(name, **config.advantage[name])
+  losses.get(config.loss.name, **config.loss[config.loss.name])

@@ -149,7 +149,7 @@ def test_segments_are_the_sequences(context):
 
 
 def test_mask_of_one_conversation():
-  """Responses of 5, 7 and 4 tokens: 16 trained, at their places (ROL-08)."""
+  """Responses of 5, 7 and 4 tokens: 16 trained, at their places."""
   batch = pack([make_episodes.episode([5, 7, 4], prompt=2)])
   wanted = [0, 0] + [1] * 5 + [0, 0] + [1] * 7 + [0, 0] + [1] * 4
   assert batch.loss_mask_BT.shape == (1, 64)

@@ -171,7 +171,7 @@ def test_conversation_equals_the_whole_template():
     TOK.im_start,
     *TOK.encode('assistant\n'),
   ]
-  # The newline of the template follows the sampled end token (ROL-04).
+  # The newline of the template follows the sampled end token.
   assert new[: len(TOK.encode('\n'))] == TOK.encode('\n')
   assert context[: len(prompt) + len(answer)] == [*prompt, *answer]
 

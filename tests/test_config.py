@@ -1,12 +1,15 @@
 """Bad configurations are refused with the value, the rule and a fix."""
 
 import importlib
+import json
 import pathlib
 import subprocess
 import sys
 
 import jax
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from configs import base, quickstart, sciworld_7b
 from planpo_jax import advantages, losses
@@ -50,7 +53,7 @@ def test_every_preset_passes_on_every_experiment(name, preset):
   plain = module.get_config(method)
   plain.model.checkpoint = full.model.checkpoint
   same = full.to_json() == plain.to_json()
-  assert same == (preset in (method, 'planpo_paper'))
+  assert same == (preset == method)
 
 
 def test_presets_apply_in_order_and_smoke_last():
@@ -61,14 +64,93 @@ def test_presets_apply_in_order_and_smoke_last():
   assert sciworld_7b.get_config('grpo,planpo').advantage.name == 'planpo'
 
 
-def test_values_that_follow_from_others_come_after_smoke(monkeypatch):
-  monkeypatch.setitem(
-    base.PRESETS,
-    'half',
-    {'env.max_turns': lambda config: config.chat.max_response // 2},
+def parsed(monkeypatch, *arguments):
+  """The configuration as an entry point sees it."""
+  values = flags.FlagValues()
+  monkeypatch.setattr(sys, 'argv', ['program', *arguments])
+  holder = config_flags.DEFINE_config_file('config', flag_values=values)
+  values(sys.argv)
+  return holder.value.copy_and_resolve_references()
+
+
+def test_values_that_follow_others_follow_the_command_line_too(monkeypatch):
+  """Half a preset, half a flag: the limit is the cap, the buffer a fifth."""
+  dapo = parsed(
+    monkeypatch,
+    '--config=configs/sciworld_1_5b.py:dapo',
+    '--config.chat.max_response=1000',
+  ).advantage.grpo
+  assert (dapo.overlong_limit, dapo.overlong_buffer) == (1000, 200)
+  own = parsed(
+    monkeypatch,
+    '--config=configs/sciworld_1_5b.py:dapo',
+    '--config.advantage.grpo.overlong_limit=300',
   )
-  assert quickstart.get_config('half').env.max_turns == 32
-  assert quickstart.get_config('half,smoke').env.max_turns == 6
+  assert own.advantage.grpo.overlong_limit == 300
+  assert own.chat.max_response == 200
+  gspo = parsed(
+    monkeypatch,
+    '--config=configs/sciworld_1_5b.py:gspo',
+    '--config.loss.ppo_clip.kl_coef=0.05',
+    '--config.loss.ppo_clip.sampler_cap=2.0',
+  ).loss.gspo
+  assert (gspo.kl_coef, gspo.sampler_cap) == (0.05, 2.0)
+  assert (gspo.ratio, gspo.clip_low) == ('turn', 3e-4)
+  tiny = quickstart.get_config('dr_grpo,smoke').copy_and_resolve_references()
+  assert tiny.loss.ppo_clip.length == 6 * 12
+
+
+def test_gspo_keeps_what_the_experiment_sets_for_the_usual_loss():
+  assert sciworld_7b.get_config('gspo').loss.gspo.kl_coef == 1e-3
+  assert (
+    sciworld_7b.get_config('dapo_verl_parity').loss.ppo_clip.kl_coef == 1e-3
+  )
+
+
+def test_a_baseline_of_the_group_needs_a_group():
+  config = smoke()
+  config.advantage.name = 'reinforce_pp'
+  config.train.group_size = 1
+  config_lib.check(config, 1)
+  config.advantage.reinforce_pp.baseline = 'group'
+  with pytest.raises(config_lib.ConfigError, match='group_size=1'):
+    config_lib.check(config, 1)
+
+
+def test_an_evaluation_asks_nothing_of_the_method():
+  config = quickstart.get_config('hiper,smoke')
+  config.chat.prompt = 'react'
+  with pytest.raises(config_lib.ConfigError, match='chat.prompt=hiper'):
+    config_lib.check(config, 1)
+  config_lib.check(config, 1, training=False)
+
+
+def test_kl_in_the_reward_needs_a_method_that_reads_it():
+  config = smoke()
+  config.loss.ppo_clip.kl_in_reward = True
+  with pytest.raises(config_lib.ConfigError, match='planpo.*grpo'):
+    config_lib.check(config, 1)
+  config.advantage.name = 'grpo'
+  config_lib.check(config, 1)
+
+
+def test_refills_need_a_method_that_tells_what_teaches():
+  config = quickstart.get_config('ppo,smoke')
+  config.train.max_refills = 2
+  with pytest.raises(config_lib.ConfigError, match="max_refills=2.*'ppo'"):
+    config_lib.check(config, 1)
+
+
+def test_a_run_that_did_not_know_a_key_had_its_default(tmp_path):
+  config = smoke()
+  older = json.loads(config.to_json())
+  del older['train']['max_refills'], older['env']['horizons']
+  (tmp_path / 'config.json').write_text(json.dumps(older))
+  (tmp_path / 'eval_before.json').write_text('{}')
+  config_lib.check_workdir(tmp_path, config)
+  config.train.max_refills = 3
+  with pytest.raises(config_lib.ConfigError, match='max_refills: 0 there, 3'):
+    config_lib.check_workdir(tmp_path, config)
 
 
 def test_bad_presets_are_told(monkeypatch):
@@ -250,7 +332,7 @@ def test_base_lists_hyperparameters_of_every_method():
 
 
 @pytest.mark.parametrize(
-  'flags,words',
+  'given,words',
   [
     (['--config.train.stepz=3'], ('config.train.stepz', 'config.train.steps')),
     (
@@ -268,13 +350,13 @@ def test_base_lists_hyperparameters_of_every_method():
     ([], ('--workdir is missing',)),
   ],
 )
-def test_flags_are_refused_with_code_2(flags, words):
+def test_flags_are_refused_with_code_2(given, words):
   done = subprocess.run(
     [
       sys.executable,
       'launch/train.py',
       '--config=configs/quickstart.py:smoke',
-      *flags,
+      *given,
     ],
     cwd=ROOT,
     capture_output=True,

@@ -72,7 +72,7 @@ def test_golden(case, use_std):
 
 
 def test_equal_states_of_one_task_only():
-  """ALG-09: states at one place differ, other tasks have the same states.
+  """States at one place differ, other tasks have the same states.
 
   The hall of task 0: G = .95 x 10 and 0, so +-.7071; the kitchen and bathroom
   were seen once. A^E = +-.7071. In task 1 the hall has G = 0 three times, and

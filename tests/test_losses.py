@@ -109,7 +109,7 @@ def value_and_grad(batch, argnums=0, **chosen):
     (0.5, 2.0, -1.0, 0),  # The lower of the two is the free one.
     (0.5, -2.0, 1.6, 1),  # Cut at 0.8.
     (1.5, -2.0, 3.0, 0),
-    (50.0, -1.0, 50.0, 0),  # Not bounded from this side (ALG-19).
+    (50.0, -1.0, 50.0, 0),  # Not bounded from this side.
   ],
 )
 def test_clipping(ratio, adv, wanted, clipped):
@@ -145,7 +145,7 @@ def test_gradient_is_zero_where_clipped_and_minus_advantage_at_ratio_one():
 
 @pytest.mark.parametrize('aggregation', ppo_clip.AGGREGATIONS)
 def test_masked_tokens_are_left_out_of_both_parts(aggregation):
-  """A sequence that is masked as a whole changes nothing (ALG-15).
+  """A sequence that is masked as a whole changes nothing.
 
   The other has 6 tokens of loss 1, so 6/8 with a constant length of 8.
   """
@@ -282,7 +282,7 @@ ALL_TERMS = [
 
 @pytest.mark.parametrize('chosen', ALL_TERMS, ids=ppo_clip.AGGREGATIONS)
 def test_parts_add_up_to_the_whole(chosen):
-  """Parts with denominator 1, merged and divided once (ALG-16)."""
+  """Parts with denominator 1, merged and divided once."""
   batch = packed()
   logp_BT = near(batch)
   (whole, whole_metrics), whole_grad = with_grad(logp_BT, batch, **chosen)
@@ -442,7 +442,7 @@ def test_without_clipping_the_ratio_is_free():
 
 
 def test_token_mean_of_uneven_parts():
-  """2 tokens of loss 1 and 8 of loss 0 give 0.2, not 0.5 (ALG-16)."""
+  """2 tokens of loss 1 and 8 of loss 0 give 0.2, not 0.5."""
   parts = [run([1] * n, make_batch([a] * n), denominator=1.0)
            for n, a in ((2, -1.0), (8, 0.0))]  # fmt: skip
   weight = sum(float(metrics.weight) for _, metrics in parts)
@@ -450,7 +450,7 @@ def test_token_mean_of_uneven_parts():
 
 
 def test_all_masked_gives_zero_loss_and_gradient():
-  """Whatever stands on padding, infinities included (ALG-13)."""
+  """Whatever stands on padding, infinities included."""
   batch = make_batch([1.0, 1.0], mask=[0, 0], old_logp_BT=[-np.inf, np.inf])
 
   logp_BT = np.array([[-1.0, np.inf]], np.float32)
@@ -601,7 +601,7 @@ def test_sampler_cap_leaves_kl_and_entropy_as_they_are():
   [('token', 'token_mean'), ('turn', 'turn_mean'), ('turn', 'constant_length')],
 )
 def test_what_stands_on_padding_changes_nothing(ratio, aggregation):
-  """Infinities and NaN beside the tokens of a row (ALG-13)."""
+  """Infinities and NaN beside the tokens of a row."""
   mask = [0, 1, 0, 1, 1, 0]
   wild = np.array([np.inf, np.nan, -np.inf], np.float32)
 
@@ -659,7 +659,7 @@ def test_extreme_ratio_stays_finite(ratio):
   'kind, wanted', [('k1', -0.693147), ('k2', 0.240227), ('k3', 0.306853)]
 )
 def test_kl_estimators(kind, wanted):
-  """Policy ln .1, reference ln .2 (ALG-22)."""
+  """Policy ln .1, reference ln .2."""
   value = kl.estimate(jnp.log(0.1), jnp.log(0.2), kind)
   np.testing.assert_allclose(value, wanted, atol=1e-6)
 

@@ -108,7 +108,8 @@ def checkpointed(workdir, step):
   ['dapo', 'empg', 'gspo', 'hiper', 'ppo_turn', 'rloo_reinforce'],
 )
 def test_every_kind_of_method_learns_from_a_dump(preset, folder, tmp_path):
-  """One of each: refills, entropies, turn ratios, roles, a critic, KL rewards.
+  """One of each: penalties for length, entropies, turn ratios, roles, a critic,
+  KL in the reward.
 
   Steps of one size compile in the first one only.
   """

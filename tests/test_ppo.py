@@ -229,7 +229,7 @@ def on_rows(played, gae, **chosen):
 
 @pytest.mark.parametrize('observed', [2, 52])
 def test_observations_neither_decay_nor_carry_credit(observed):
-  """Mask 1 1 0 0 1, or 50 zeros more; reward 1 at the end (ALG-10)."""
+  """Mask 1 1 0 0 1, or 50 zeros more; reward 1 at the end."""
   mask, adv = on_rows(spoken((0, 2), (observed, 1)), 'token', lam=0.95)
   wanted = np.zeros(64, bool)
   wanted[[0, 1, observed + 2]] = True
@@ -240,7 +240,7 @@ def test_observations_neither_decay_nor_carry_credit(observed):
 
 @pytest.mark.parametrize('gamma', [1.0, 0.0])
 def test_the_reward_is_earned_by_the_last_token_that_was_sampled(gamma):
-  """Mask 1 1 0 0: the episode ends with an observation (ALG-11)."""
+  """Mask 1 1 0 0: the episode ends with an observation."""
   chosen = {'gamma': gamma, 'lam': 0.95}
   mask, adv = on_rows(spoken((0, 2), (2, 0)), 'token', **chosen)
   assert np.flatnonzero(mask).tolist() == [0, 1]
@@ -447,7 +447,7 @@ def test_whitening_is_over_response_tokens(gae):
 
 @pytest.mark.parametrize('count', [1, 3, 7])
 def test_what_is_tied_over_the_batch_is_exactly_zero(count):
-  """R - V = 9.9, 10.3 and so on, which float32 does not hold (ALG-01)."""
+  """R - V = 9.9, 10.3 and so on, which float32 does not hold."""
   for value in (0.1, -0.3, 0.35, 0.7):
     played = make_episodes.group([(True, [1, 2, 1])] * count)
     table = tabulate(played, [value] * 4 * count)

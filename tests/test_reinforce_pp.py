@@ -129,7 +129,7 @@ def test_penalties():
 
 @pytest.mark.parametrize('baseline', ['none', 'group'])
 def test_equal_returns_are_exactly_zero(baseline):
-  """Whatever float32 makes of r: no residue is scaled up (ALG-01, ALG-02)."""
+  """Whatever float32 makes of r: no residue is scaled up."""
   method = advantages.get('reinforce_pp', baseline=baseline, eps=0.0).estimate
   for r in (0.1, 0.3, 0.7, 10.0):
     for success in (True, False):

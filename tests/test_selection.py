@@ -34,10 +34,9 @@ MIXED, LOST, WON = (
 )
 
 
-def signal(batch, name='grpo'):
-  table = episodes.tabulate(batch)
-  adv_R = advantages.get(name).estimate(table, progress=1.0)
-  return advantages.signal(table, adv_R)
+def signal(batch, name='grpo', progress=1.0, **chosen):
+  method = advantages.get(name, **chosen)
+  return method.signal(episodes.tabulate(batch), progress=progress)
 
 
 def groups(batch):
@@ -51,8 +50,28 @@ def test_signal_is_an_advantage_of_a_turn_in_the_right_format():
     for i in range(2)
   ]
   batch = [*MIXED, *LOST, *invalid]
-  assert signal(batch)[: len(batch)].tolist() == [True, True] + [False] * 4
-  assert not signal(batch)[len(batch) :].any()
+  for name in ('grpo', 'planpo', 'gigpo', 'rloo', 'empg'):
+    for penalty in ('post', 'pre'):
+      found = signal(batch, name, penalty=penalty)
+      assert found[: len(batch)].tolist() == [True, True] + [False] * 4, name
+      assert not found[len(batch) :].any()
+
+
+def test_a_long_response_is_no_signal_either():
+  """DAPO takes 5 off the one of 9 tokens, but all of them failed."""
+  batch = make_episodes.group([(False, [9]), (False, [2]), (False, [2])])
+  chosen = {'overlong_limit': 10, 'overlong_buffer': 5, 'overlong_penalty': 5.0}
+  table = episodes.tabulate(batch)
+  assert advantages.get('grpo', **chosen).estimate(table, progress=1.0).any()
+  assert not signal(batch, 'grpo', **chosen).any()
+
+
+def test_the_signal_is_that_of_the_step():
+  """Alpha ends at 0, so that A^S teaches halfway and not at the end."""
+  batch = make_episodes.group([(True, [3]), (True, [9])])
+  chosen = {'alpha_final': 0.0}
+  assert signal(batch, 'planpo', 0.5, **chosen)[:2].all()
+  assert not signal(batch, 'planpo', 1.0, **chosen).any()
 
 
 def test_what_teaches_depends_on_the_method():
@@ -60,12 +79,6 @@ def test_what_teaches_depends_on_the_method():
   batch = make_episodes.group([(True, [3]), (True, [3, 3])])
   assert not signal(batch, 'grpo').any()
   assert signal(batch, 'planpo')[:2].all()
-
-
-def test_returns_that_differ_are_a_signal_for_their_whole_group():
-  batch = [*LOST, *MIXED, *WON]
-  found = selection.outcome_signal(episodes.tabulate(batch))
-  assert found.tolist() == [False, False, True, True] + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -97,21 +110,23 @@ def test_groups_that_teach_come_before_those_played_earlier():
   assert groups(kept) == [0, 3]
 
 
-@pytest.mark.parametrize('limit,plays', [(0, 1), (1, 2), (5, 3)])
-def test_refills_until_enough_or_the_limit(limit, plays):
-  """Step 4: nothing teaches, then one group, then another."""
+@pytest.mark.parametrize('lots,plays', [(1, 1), (2, 2), (4, 3)])
+def test_refills_until_enough_or_nothing_is_left(lots, plays):
+  """Of step 4 nothing teaches, then one group, then another."""
   rounds = [[*LOST], [*MIXED], outcomes(3, True, False), [*WON]]
   calls = []
 
-  def play(step, refill):
-    calls.append((step, refill))
-    return rollout.Collected(rounds[refill], STATS)
+  def play(step, tasks):
+    calls.append((step, tasks))
+    return rollout.Collected(rounds[tasks[0].index], STATS)
 
-  def enough(played):
+  def enough(step, played):
+    assert step == 4
     return len(selection.teaching_groups(played, signal(played))) >= 2
 
-  collected = experience.refilling(play, enough, limit)(4)
-  assert calls == [(4, refill) for refill in range(plays)]
+  chosen = [[make_episodes.task(i)] for i in range(lots)]
+  collected = experience.refilling(play, lambda step: chosen, enough)(4)
+  assert calls == [(4, lot) for lot in chosen[:plays]]
   assert collected.episodes == [e for r in rounds[:plays] for e in r]
   assert collected.stats.wall_s == plays
 

@@ -49,11 +49,19 @@ def test_spread_is_even_over_types_and_variations():
   assert sorted(b.values()) == [2, 2, 3, 3]
 
 
-def test_refills_of_a_step_are_other_tasks_in_orders_of_their_own():
-  some = pool(100)
-  rounds = [
-    tuple(tasks.at(some, 5, count=8, seed=1, refill=r)) for r in range(3)
-  ]
-  assert len(set(rounds)) == 3
-  assert rounds[0] == tuple(tasks.at(some, 5, count=8, seed=1))
-  assert rounds[2] == tuple(tasks.at(some, 5, count=8, seed=1, refill=2))
+def test_refills_are_all_tasks_that_the_step_does_not_play():
+  some = pool(30)
+  lots = tasks.refills(some, 5, count=8, seed=1)
+  assert [len(lot) for lot in lots] == [8, 8, 6]
+  chosen = tasks.at(some, 5, count=8, seed=1)
+  assert sorted(t.index for lot in [chosen, *lots] for t in lot) == list(
+    range(30)
+  )
+  assert tasks.refills(some, 5, count=8, seed=1) == lots
+  assert tasks.refills(some, 6, count=8, seed=1) != lots
+  assert tasks.refills(some, 5, count=8, seed=2) != lots
+
+
+def test_no_refills_where_a_step_plays_every_task():
+  assert tasks.refills(pool(8), 0, count=8, seed=1) == []
+  assert tasks.refills(pool(5), 3, count=8, seed=1) == []

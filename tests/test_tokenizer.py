@@ -304,7 +304,7 @@ def test_a_template_file_goes_before_the_settings(tmp_path):
 @pytest.mark.parametrize(
   'template,given',
   [
-    # Drops the thoughts of earlier turns (ROL-05).
+    # Drops the thoughts of earlier turns.
     (qwen_material.chat_template('qwen3'), '<think>a plan'),
     (plain(text="m.content.split('</think>')[-1]"), '<think>a plan'),
     # The thoughts of the last answer stay, as long as it is the last.

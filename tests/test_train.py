@@ -1,5 +1,6 @@
 """Whole runs on the toy game: real service, real processes, nano policy."""
 
+import collections
 import json
 import os
 import pathlib
@@ -73,7 +74,7 @@ def test_a_run_leaves_what_the_report_reads(whole):
     if line['kind'] == 'train':
       assert line['rollout/episodes'] == 8
       assert line['rollout/faults'] == 0
-      # The policy that is updated first is the one that sampled (ALG-20).
+      # The policy that is updated first is the one that sampled.
       assert line['loss/first_ratio_max'] == pytest.approx(1.0, abs=1e-5)
       assert line['loss/sampler_gap'] < 1e-4
       assert line['rollout/staleness'] == 0
@@ -229,6 +230,53 @@ def test_a_deadline_cuts_episodes_off_and_the_run_goes_on(tmp_path):
   assert line['rollout/deadline_episodes'] == 1.0
   assert 1 <= line['rollout/deadline_turns'] <= 2
   assert line['rollout/faults'] == 0
+
+
+def test_refills_and_horizons_in_a_live_run(tmp_path):
+  """A random policy fails everywhere: each step plays all that is left.
+
+  Of the 5 tasks of its type, 2 a step: 2, then lots of 2 and 1 more. Two turns
+  in the first step, three later.
+  """
+  config = quickstart.get_config('grpo,smoke')
+  config.update_from_flattened_dict(
+    {
+      'train.steps': 2,
+      'train.max_refills': 5,
+      'train.group_size': 2,
+      'env.horizons': (2, 3),
+      'env.horizon_steps': 1,
+      'rollout.dump': str(tmp_path / 'dump'),
+    }
+  )
+  assert run(config, tmp_path / 'run') == 0
+  read = dump.Dump(tmp_path / 'dump')
+  lines = [
+    json.loads(line)
+    for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+    if '"train"' in line
+  ]
+  for step, turns, line in zip((1, 2), (2, 3), lines, strict=True):
+    played = read.episodes(step)
+    members = collections.Counter(e.task for e in played)
+    assert set(members.values()) == {2}
+    assert {e.member for e in played} == {0, 1}
+    assert {len(e.turns) for e in played} == {turns}
+    assert line['rollout/groups'] == len(members) > 2
+    assert line['rollout/groups_learnt'] == 2
+    assert line['advantage/groups_without_outcome_variance'] == 1.0
+  # Replayed without refills, the step is as large as it was.
+  again = config.copy_and_resolve_references()
+  again.update_from_flattened_dict(
+    {
+      'train.max_refills': 0,
+      'rollout.dump': '',
+      'rollout.replay': str(tmp_path / 'dump'),
+    }
+  )
+  assert run(again, tmp_path / 'again') == 0
+  a, b = (final_state(config, tmp_path / name) for name in ('run', 'again'))
+  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def start(workdir, *overrides):

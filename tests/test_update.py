@@ -125,7 +125,7 @@ def assert_trees_close(a, b, **tolerance):
 
 
 def test_first_ratio_is_one():
-  """Score and update run the same forward pass (ALG-20)."""
+  """Score and update run the same forward pass."""
   batch = scored(make_batch(row_multiple=2), 2)
   _, metrics = run(batch, 2)
   np.testing.assert_allclose(metrics['ratio_min'], 1, atol=1e-6)
@@ -180,7 +180,7 @@ def assert_same_update(a, b):
 
 @pytest.mark.parametrize('micro_rows', [1, 2])
 def test_number_of_micro_batches_does_not_matter(micro_rows):
-  """4 rows, one of them padding, as 1, 2 or 4 blocks (ALG-16)."""
+  """4 rows, one of them padding, as 1, 2 or 4 blocks."""
   batch = make_batch(row_multiple=4)
   assert batch.tokens_BT.shape[0] == 4
   whole = run_bigram(batch, 4)
@@ -223,7 +223,7 @@ def test_packing_does_not_matter():
 
 
 def test_without_a_response_token_nothing_changes():
-  """Skipped and counted; Adam does not count it (ALG-13)."""
+  """Skipped and counted; Adam does not count it."""
   batch = jax.tree.map(np.zeros_like, make_batch(row_multiple=2))
   before = update.create(params(), OPTIMIZER)
   state, metrics = run(batch, 2)
@@ -249,7 +249,7 @@ def test_gradient_that_is_not_finite_is_skipped_and_training_goes_on():
 
 
 def test_reference_outlives_donated_states():
-  """The state is consumed, what it was made from is not (MOD-11)."""
+  """The state is consumed, what it was made from is not."""
   batch = scored(make_batch(row_multiple=2), 2)
   reference = params()
   before = np.asarray(make_score(2)(reference, batch))
@@ -484,7 +484,7 @@ def test_a_run_without_critic_goes_on_from_a_checkpoint_of_old(tmp_path):
 
 
 def test_eight_devices_equal_one():
-  """The same update on a simulated mesh (ALG-16)."""
+  """The same update on a simulated mesh."""
   root = pathlib.Path(__file__).resolve().parent.parent
   env = os.environ | {
     'PYTHONPATH': str(root),

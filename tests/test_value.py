@@ -72,7 +72,7 @@ def test_without_clipping():
 
 
 def test_only_targets_count_whatever_stands_beside_them():
-  """Infinity and NaN included (ALG-13)."""
+  """Infinity and NaN included."""
   wild = np.array([np.inf, np.nan, -np.inf], np.float32)
   mask = [1, 0, 1, 0, 0, 1, 1]
 
@@ -152,7 +152,7 @@ def random_batch(rows=8, length=5, heads=2):
 
 @pytest.mark.parametrize('parts', [2, 4, 8])
 def test_parts_give_the_whole(parts):
-  """Loss and metrics of blocks of rows, as `update` adds them (ALG-16)."""
+  """Loss and metrics of blocks of rows, as `update` adds them."""
   value, batch = random_batch()
   whole, _, grad = run(value, batch)
   count_C = batch.target_mask_BTC.sum((0, 1)).astype(np.float32)

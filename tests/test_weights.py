@@ -365,7 +365,7 @@ def test_read_config_refuses(tmp_path, change, message):
 
 
 def test_bfloat16_is_exact(tmp_path):
-  # MOD-07: values that bfloat16 holds, and every bit pattern that is finite.
+  # Values that bfloat16 holds, and every bit pattern that is finite.
   assert np.float32(3.140625) == ml_dtypes.bfloat16(3.140625)
   every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
   with np.errstate(invalid='ignore'):
@@ -412,7 +412,7 @@ def test_round_trip(tmp_path, config, dtype):
   stored = safetensors.numpy.load_file(
     tmp_path / 'deep' / 'out' / 'model.safetensors'
   )
-  # MOD-01: all rows are exported, the spare ones too.
+  # All rows are exported, the spare ones too.
   assert {n: t.shape for n, t in stored.items()} == {
     n: t.shape for n, t in stored_tensors(config).items()
   }
@@ -542,7 +542,7 @@ def test_save_refuses_bad_arguments(tmp_path):
 
 
 def test_stray_files_are_ignored(tmp_path):
-  # MOD-06 b: an extra model.safetensors beside the index.
+  # An extra model.safetensors beside the index.
   tensors = stored_tensors(TIED)
   folder = write_sharded(tmp_path / 'hf', TIED, tensors)
   expected = weights.load(folder, policy_of(TIED))
@@ -554,7 +554,6 @@ def test_stray_files_are_ignored(tmp_path):
 
 
 def test_missing_shard(tmp_path):
-  # MOD-06 a.
   folder = write_sharded(tmp_path / 'hf', TIED, stored_tensors(TIED))
   (folder / SHARDS[1]).unlink()
   with pytest.raises(FileNotFoundError, match=f'index.json lists {SHARDS[1]}'):
@@ -562,7 +561,7 @@ def test_missing_shard(tmp_path):
 
 
 def test_cut_file(tmp_path):
-  # MOD-06 c, also with a cut that leaves the header whole, and nothing.
+  # Also with a cut that leaves the header whole, and nothing.
   tensors = stored_tensors(TIED)
   sharded = write_sharded(tmp_path / 'sharded', TIED, tensors)
   single = write_single(tmp_path / 'single', TIED, tensors)
@@ -620,7 +619,7 @@ def test_tensors_that_do_not_fit(tmp_path):
   folder, policy = tmp_path / 'hf', policy_of(UNTIED)
   bias = 'model.layers.1.self_attn.k_proj.bias'
   tensors = stored_tensors(UNTIED)
-  # MOD-04: a missing bias is an error, and so is one on o, which has none.
+  # A missing bias is an error, and so is one on o, which has none.
   extra = 'model.layers.2.self_attn.o_proj.bias'
   weight = tensors['model.layers.0.mlp.up_proj.weight']
   for changed, message in (
@@ -631,7 +630,7 @@ def test_tensors_that_do_not_fit(tmp_path):
       {'model.layers.0.mlp.up_proj.weight': np.ascontiguousarray(weight.T)},
       r'up_proj.weight has shape \(24, 40\).*\(40, 24\)',
     ),
-    # MOD-01: rows trimmed to the tokenizer.
+    # Rows trimmed to the tokenizer.
     (
       {'model.embed_tokens.weight': tensors['model.embed_tokens.weight'][:45]},
       r'embed_tokens.weight has shape \(45, 24\).*\(50, 24\)',
@@ -745,7 +744,7 @@ def test_stacked_layers_hold_the_same(tmp_path, config):
 
 
 def test_spare_rows_are_zero_and_are_not_saved(tmp_path):
-  # MOD-01: 50 rows in the checkpoint, 45 ids, 128 rows in params.
+  # 50 rows in the checkpoint, 45 ids, 128 rows in params.
   tensors = stored_tensors(UNTIED)
   folder = write_single(tmp_path / 'hf', UNTIED, tensors)
   params = weights.load(folder, policy_of(UNTIED))

@@ -18,18 +18,11 @@ _FIG_3 = '(PlanPO, arXiv 2608.17289, Fig. 3, read by eye)'
 _FIG_4 = 'after 60 steps (PlanPO, arXiv 2608.17289, Fig. 4, read by eye)'
 
 
-def _only_as(as_group: str, reading: str) -> sweep.Run:
-  """A = A^S; the paper says neither which responses A^S compares."""
+def _only_as(name: str, preset: str, reading: str) -> sweep.Run:
+  """A = A^S; the paper does not say which responses A^S compares."""
   return sweep.Run(
-    name=f'no_ae_{as_group}',
-    presets=('planpo',),
-    overrides={
-      'advantage.planpo.ae_weight': 0.0,
-      'advantage.planpo.as_group': as_group,
-      # A^S alone, at full weight all along.
-      'advantage.planpo.alpha_init': 1.0,
-      'advantage.planpo.alpha_schedule': 'constant',
-    },
+    name=name,
+    presets=(preset,),
     reason=f'A = A^S alone, over {reading}',
     published=f'ALFWorld 1.5B 0.79, 7B 0.83 {_FIG_3}; not said which responses'
     ' A^S compares',
@@ -45,24 +38,20 @@ COMPONENTS = (
   ),
   sweep.Run(
     name='no_as',
-    presets=('planpo',),
-    overrides={
-      'advantage.planpo.alpha_init': 0.0,
-      'advantage.planpo.alpha_final': 0.0,
-    },
+    presets=('planpo_no_as',),
     reason='A = A^E alone: turns, not tokens',
     published=f'ALFWorld 1.5B 0.83, 7B 0.90 {_FIG_3}',
   ),
-  _only_as('flat_success', 'the responses of successes'),
-  _only_as('flat_all', 'all responses, those of failures as 0'),
+  _only_as('no_ae_flat_success', 'planpo_no_ae', 'the responses of successes'),
+  _only_as(
+    'no_ae_flat_all',
+    'planpo_no_ae_flat_all',
+    'all responses, those of failures as 0',
+  ),
   sweep.Run(
     name='constant_alpha',
-    presets=('planpo',),
-    overrides={
-      'advantage.planpo.alpha_init': 0.1,
-      'advantage.planpo.alpha_schedule': 'constant',
-    },
-    reason='alpha stays at 0.1',
+    presets=('planpo_constant',),
+    reason='alpha stays where the experiment begins it (0.1 in the paper)',
     published=f'ALFWorld 1.5B 0.84, 7B 0.86 {_FIG_3}',
   ),
 )

@@ -1,7 +1,11 @@
-"""Every method, under the same settings.
+"""Every method on one experiment, each with the settings of its preset.
 
   python launch/sweep.py --sweep=configs/sweeps/baselines.py \
     --workdir=runs/baselines --config.model.checkpoint=FOLDER
+
+Presets differ in more than the advantage: PPO and HiPER play 128 tasks once,
+DAPO has no KL, REINFORCE++ has it in the reward. ScalingInter reaches its third
+horizon after 200 steps, which is where these experiments end.
 
 Published values are success on ALFWorld (all tasks, seen split) and WebShop.
 Table 1 of PlanPO copies most of them from GiGPO, arXiv 2505.10978.

@@ -4,11 +4,12 @@ A method is a module here with `TRAITS` and `estimate(table, *, progress, ...)
 -> adv_R`, pure and jit-able. Its keyword arguments are its hyperparameters. It
 may define besides:
 
-  PRESETS: {name: {configuration key: value}}, ways to run it, see `presets`; a
-    function of the configuration in place of a value is called last;
+  PRESETS: {name: {configuration key: value}}, ways to run it, see `presets`;
+    a function of the configuration may stand for a value, see `same_as`;
   annotate(table, batch_episodes, *, decode, ...) -> table: what it needs to be
     read out of the episodes, on the host; its keyword arguments are some of the
     hyperparameters;
+  traits(**hyperparameters): its traits, where they depend on these;
   targets(table, *, progress, ...) -> (target_RC, mask_RC): what its critic is
     to learn and where, with the hyperparameters of `estimate`.
 """
@@ -38,18 +39,23 @@ class Traits:
 
   Attributes:
     group: compares the members of a group, which takes at least two.
+    outcome: compares their returns and nothing else, so there is something to
+      learn exactly where these differ.
     values: heads of the critic it needs; 0 for none.
     entropy: reads `token_entropy_R`.
     roles: reads `token_role_R`, `turn_switch_U` and `turn_drift_U`, and trains
       only the tokens that have a role.
+    prompt: `chat.prompt` whose responses have the parts it reads; None: any.
     token_rewards: reads `token_reward_R`, so the KL may be in the reward.
     batch_wide: normalises over the whole batch, so groups are not apart.
   """
 
   group: bool
+  outcome: bool = False
   values: int = 0
   entropy: bool = False
   roles: bool = False
+  prompt: str | None = None
   token_rewards: bool = False
   batch_wide: bool = False
 
@@ -61,6 +67,8 @@ class Method:
   Attributes:
     name: its file.
     traits: see `Traits`.
+    signal: (table, *, progress) -> [E] bool, episodes of which the method
+      learns something. Format penalties are no comparison and left out.
     estimate: (table, *, progress) -> adv_R, jitted; progress = k/K is traced.
     annotate: (table, batch_episodes, decode) -> table.
     targets: (table, *, progress) -> (target_RC, mask_RC), jitted; only for
@@ -69,6 +77,7 @@ class Method:
 
   name: str
   traits: Traits
+  signal: Callable[..., np.ndarray]
   estimate: Callable[..., jax.Array]
   annotate: Callable[..., episodes.TurnTable]
   targets: Callable[..., tuple[jax.Array, jax.Array]] | None
@@ -83,13 +92,42 @@ def _module(name: str) -> ModuleType:
   return sys.modules[registry.entry_of(__name__, 'estimate', name).__module__]
 
 
-def traits(name: str) -> Traits:
-  """What a method needs.
+def traits(name: str, **chosen: Any) -> Traits:
+  """What a method needs, with the hyperparameters chosen.
 
   Raises:
     ValueError: unknown method.
   """
-  return _module(name).TRAITS
+  module = _module(name)
+  return module.traits(**chosen) if hasattr(module, 'traits') else module.TRAITS
+
+
+# One rollout of each of many tasks: a critic needs no group.
+SINGLES = {'train.tasks_per_step': 128, 'train.group_size': 1}
+
+
+def verl_parity(name: str) -> dict[str, Any]:
+  """The habits of verl-agent, as settings of a preset.
+
+  Statistics over turns, penalties inside the return, a group of one as it is.
+  """
+  return {
+    f'advantage.{name}.stat': 'turn',
+    f'advantage.{name}.penalty': 'pre',
+    f'advantage.{name}.single': 'raw',
+  }
+
+
+def same_as(key: str) -> Callable[[Any], Any]:
+  """For presets: the value that another key has in the end."""
+  *sections, last = key.split('.')
+
+  def follow(config):
+    for section in sections:
+      config = config[section]
+    return config.get_oneway_ref(last)
+
+  return follow
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -143,18 +181,20 @@ def get(name: str, **chosen: Any) -> Method:
 def _bind(name: str, chosen: tuple[tuple[str, Any], ...]) -> Method:
   module, values = _module(name), dict(chosen)
   estimate = jax.jit(functools.partial(module.estimate, **values))
+  own_traits = traits(name, **values)
   targets = None
-  if module.TRAITS.values:
+  if own_traits.values:
     targets = jax.jit(functools.partial(module.targets, **values))
   # Traced once on a table of one turn, so that a bad value is found before the
   # first rollout.
   for function in filter(None, (estimate, targets)):
     jax.eval_shape(
-      function, _smallest_table(module.TRAITS), progress=np.float32(1)
+      function, _smallest_table(own_traits), progress=np.float32(1)
     )
   return Method(
     name,
-    module.TRAITS,
+    own_traits,
+    functools.partial(_signal, estimate, own_traits),
     estimate,
     functools.partial(_annotate, getattr(module, 'annotate', None), values),
     targets,
@@ -205,30 +245,71 @@ def _smallest_table(needs: Traits) -> episodes.TurnTable:
   return dataclasses.replace(table, **added)
 
 
-def signal(
-  table: episodes.TurnTable, adv_R: jax.Array | np.ndarray
+def _signal(
+  estimate: Callable[..., jax.Array],
+  own_traits: Traits,
+  table: episodes.TurnTable,
+  *,
+  progress: jax.Array | float,
 ) -> np.ndarray:
-  """Says which episodes a method gives something to learn.
-
-  Returns:
-    [E] bool: some token of the episode has an advantage. Turns of invalid
-    format are left out, for a format penalty is no comparison.
-  """
-  token_turn_R = np.asarray(table.token_turn_R)
-  num_E = len(table.episode_group_E)
-  moved_R = np.asarray(adv_R) != 0
-  moved_R &= token_turn_R < len(table.turn_episode_U)
-  turn_R = token_turn_R[moved_R]
-  turn_R = turn_R[np.asarray(table.turn_valid_U)[turn_R]]
-  signal_E = np.zeros(num_E, bool)
+  """See `Method.signal`."""
+  if own_traits.outcome:
+    signal_E = np.zeros(len(table.episode_group_E), bool)
+    for members_E in _groups(table):
+      signal_E |= members_E & (np.ptp(table.episode_return_E[members_E]) > 0)
+    return signal_E
+  whole = dataclasses.replace(
+    table, turn_valid_U=np.ones_like(table.turn_valid_U)
+  )
+  moved_R = np.asarray(estimate(whole, progress=progress)) != 0
+  moved_R &= np.asarray(table.token_turn_R) < len(table.turn_episode_U)
+  turn_R = np.asarray(table.token_turn_R)[moved_R]
+  signal_E = np.zeros(len(table.episode_group_E), bool)
   signal_E[np.asarray(table.turn_episode_U)[turn_R]] = True
   return signal_E
+
+
+def _groups(table: episodes.TurnTable) -> list[np.ndarray]:
+  """[E] bool of each group with at least two members."""
+  group_E = np.asarray(table.episode_group_E)
+  numbers, sizes = np.unique(
+    group_E[group_E < len(group_E)], return_counts=True
+  )
+  return [group_E == number for number in numbers[sizes > 1]]
+
+
+def group_diagnostics(
+  table: episodes.TurnTable, signal_E: np.ndarray
+) -> dict[str, float]:
+  """Says what the groups of a step have to teach.
+
+  Args:
+    table: of all episodes that were played.
+    signal_E: [E] bool, see `Method.signal`.
+
+  Returns:
+    Scalars under `advantage/`.
+    groups_without_outcome_variance: share of the groups of two or more whose
+      members all have the same return, which GRPO learns nothing from.
+    signal_without_outcome_variance: of those, the share that the method gives
+      a signal.
+    A share of nothing is 0.
+  """
+  groups = _groups(table)
+  tied = [g for g in groups if np.ptp(table.episode_return_E[g]) == 0]
+  taught = [g for g in tied if signal_E[g].any()]
+  return {
+    'advantage/groups_without_outcome_variance': len(tied)
+    / max(len(groups), 1),
+    'advantage/signal_without_outcome_variance': len(taught)
+    / max(len(tied), 1),
+  }
 
 
 def diagnostics(
   table: episodes.TurnTable, adv_R: jax.Array | np.ndarray
 ) -> dict[str, float]:
-  """Says how much of a step carries a learning signal.
+  """Says what a method makes of a step.
 
   Args:
     table: as given to the estimator.
@@ -236,10 +317,6 @@ def diagnostics(
 
   Returns:
     Scalars under `advantage/`.
-    groups_without_outcome_variance: share of groups whose members all have the
-      same return, which GRPO learns nothing from.
-    signal_without_outcome_variance: of those, the share in which this method
-      gives some token an advantage, see `signal`.
     successes_with_negative_efficiency: share of successes whose A^E of PlanPO
       (arXiv 2608.17289, equation 3) is negative: slower than their group by so
       much that a success counts as bad.
@@ -250,7 +327,6 @@ def diagnostics(
       mean advantage of each turn; absent where there are no two.
     A share of nothing is 0.
   """
-  signal_E = signal(table, adv_R)
   adv_R = np.asarray(adv_R, np.float64)
   token_turn_R = np.asarray(table.token_turn_R)
   num_U, num_E = len(table.turn_episode_U), len(table.episode_group_E)
@@ -261,41 +337,35 @@ def diagnostics(
   adv_U /= np.maximum(tokens_U, 1)
   trained_U = tokens_U > 0
   turn_episode_U = np.asarray(table.turn_episode_U)
-  group_E = np.asarray(table.episode_group_E)
-  return_E = np.asarray(table.episode_return_E)
-  groups = [group_E == g for g in np.unique(group_E[group_E < num_E])]
-  tied = [g for g in groups if np.ptp(return_E[g]) == 0]
+  grouped_E = np.asarray(table.episode_group_E) < num_E
   turn_sum_E = np.bincount(
     turn_episode_U[trained_U], weights=adv_U[trained_U], minlength=num_E
   )
-  success_E = np.asarray(table.episode_success_E) & (group_E < num_E)
+  success_E = np.asarray(table.episode_success_E) & grouped_E
   turns_E = np.bincount(turn_episode_U, minlength=num_E + 1)[:num_E]
   efficiency_E = (
-    return_E.astype(np.float64) / np.maximum(turns_E, 1) * success_E
+    np.asarray(table.episode_return_E, np.float64)
+    / np.maximum(turns_E, 1)
+    * success_E
   )
+  slow_E = np.zeros(num_E, bool)
+  for g in _groups(table):
+    # Equal ones may differ from their own mean by rounding.
+    slow_E |= g & (efficiency_E < efficiency_E[g].mean() * (1 - 1e-9))
 
   def share(values):
     return float(np.mean(values)) if np.size(values) else 0.0
 
   scalars = {
-    'groups_without_outcome_variance': len(tied) / max(len(groups), 1),
-    'signal_without_outcome_variance': share([signal_E[g].any() for g in tied]),
-    'successes_with_negative_efficiency': share(
-      [
-        # Equal ones may differ from their own mean by rounding.
-        value < efficiency_E[g].mean() * (1 - 1e-9)
-        for g in groups
-        for value in efficiency_E[g & success_E]
-      ]
-    ),
+    'successes_with_negative_efficiency': share(slow_E[success_E]),
     'successes_with_negative_advantage': share(turn_sum_E[success_E] < 0),
     'mean_abs': share(np.abs(adv_R)),
   }
   place_U = np.asarray(table.turn_index_U) + 1
   for first, last in _TURN_SPANS:
-    span_U = (
-      trained_U & (place_U >= first) & (place_U <= (last or place_U.max()))
-    )
+    span_U = trained_U & (place_U >= first)
+    if last is not None:
+      span_U &= place_U <= last
     if span_U.sum() > 1:
       name = f'std_turn_{first:02d}'
       if last != first:

@@ -32,10 +32,16 @@ import jax.numpy as jnp
 from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
-TRAITS = advantages.Traits(group=True, entropy=True, batch_wide=True)
+TRAITS = advantages.Traits(
+  group=True, outcome=True, entropy=True, batch_wide=True
+)
 
 PRESETS = {
-  'empg_dapo': {'loss.ppo_clip.clip_high': 0.28, 'train.max_refills': 10},
+  'empg_dapo': {
+    'loss.name': 'ppo_clip',
+    'loss.ppo_clip.clip_high': 0.28,
+    'train.max_refills': 10,
+  },
 }
 
 

@@ -31,11 +31,7 @@ PRESETS = {
   'gigpo_nostd': {'advantage.gigpo.use_std': False},
   'gigpo_similar': {'advantage.gigpo.similarity': 0.95},
   'gigpo_dynamic': {'train.max_refills': 10},
-  'gigpo_verl_parity': {
-    'advantage.gigpo.stat': 'turn',
-    'advantage.gigpo.penalty': 'pre',
-    'advantage.gigpo.single': 'raw',
-  },
+  'gigpo_verl_parity': advantages.verl_parity('gigpo'),
 }
 
 

@@ -9,21 +9,24 @@ one turn that was long, for an episode has many responses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_collections
 
-from planpo_jax import advantages, episodes
+from planpo_jax import advantages, episodes, losses
 from planpo_jax.advantages import segments
 
-TRAITS = advantages.Traits(group=True, token_rewards=True)
+TRAITS = advantages.Traits(group=True, outcome=True, token_rewards=True)
 
 
-def _sequence_tokens(config: ml_collections.ConfigDict) -> int:
-  """Most response tokens of a training sequence: an episode or a turn."""
+def _sequence_tokens(config: ml_collections.ConfigDict) -> Any:
+  """Response tokens of the longest training sequence, an episode or a turn."""
+  tokens = config.chat.get_oneway_ref('max_response')
   if config.chat.context == 'window':
-    return config.chat.max_response
-  return config.env.max_turns * config.chat.max_response
+    return tokens
+  return tokens * config.env.get_oneway_ref('max_turns')
 
 
 # Of DAPO: all but the shaping of long responses and the KL.
@@ -42,36 +45,27 @@ PRESETS = {
     'loss.ppo_clip.aggregation': 'constant_length',
     'loss.ppo_clip.length': _sequence_tokens,
   },
-  'grpo_verl_parity': {
-    'advantage.grpo.stat': 'turn',
-    'advantage.grpo.penalty': 'pre',
-    'advantage.grpo.single': 'raw',
-  },
+  'grpo_verl_parity': advantages.verl_parity('grpo'),
   # The paper's rewards are 1 and -1, so that the longest response loses half of
   # what success is worth.
   'dapo': _DAPO
   | {
     'loss.ppo_clip.kl_coef': 0.0,
-    'advantage.grpo.overlong_limit': lambda config: config.chat.max_response,
+    'advantage.grpo.overlong_limit': advantages.same_as('chat.max_response'),
     # Of 20,480 tokens the paper's buffer takes 4,096.
     'advantage.grpo.overlong_buffer': (
-      lambda config: config.chat.max_response // 5
+      lambda config: config.chat.get_oneway_ref('max_response') // 5
     ),
     'advantage.grpo.overlong_penalty': 5.0,
   },
   # verl-agent's script keeps the KL and does not shape lengths.
-  'dapo_verl_parity': _DAPO
-  | {
-    'loss.ppo_clip.kl_coef': 0.01,
-    'advantage.grpo.stat': 'turn',
-    'advantage.grpo.penalty': 'pre',
-    'advantage.grpo.single': 'raw',
-  },
-  # The experiment's penalties hold for this loss too.
+  'dapo_verl_parity': _DAPO | advantages.verl_parity('grpo'),
+  # What the experiment sets for the usual loss holds for this one too.
   'gspo': {'loss.name': 'gspo'}
   | {
-    f'loss.gspo.{key}': lambda config, key=key: config.loss.ppo_clip[key]
-    for key in ('kl_coef', 'kl_kind', 'entropy_coef')
+    f'loss.gspo.{key}': advantages.same_as(f'loss.ppo_clip.{key}')
+    for key, value in losses.hyperparameters('gspo').items()
+    if losses.hyperparameters('ppo_clip')[key] == value
   },
 }
 

@@ -38,12 +38,10 @@ PRESETS = {
   'hgpo_k4': {'advantage.hgpo.history': 4, 'chat.history': 4},
   'hgpo_nostd': {'advantage.hgpo.use_std': False},
   'hgpo_base': {'advantage.hgpo.base_group': True},
-  'hgpo_verl_parity': {
+  'hgpo_verl_parity': advantages.verl_parity('hgpo')
+  | {
     'advantage.hgpo.weight_offset': 2.0,
     'advantage.hgpo.weights_over': 'nonzero',
-    'advantage.hgpo.stat': 'turn',
-    'advantage.hgpo.penalty': 'pre',
-    'advantage.hgpo.single': 'raw',
   },
 }
 

@@ -61,13 +61,11 @@ from planpo_jax import advantages, episodes, registry
 from planpo_jax.advantages import segments
 from planpo_jax.prompts import hiper as prompt
 
-TRAITS = advantages.Traits(group=False, values=3, roles=True)
+TRAITS = advantages.Traits(
+  group=False, values=3, roles=True, prompt='hiper', batch_wide=True
+)
 
-_PRESET = {
-  'chat.prompt': 'hiper',
-  'train.tasks_per_step': 128,
-  'train.group_size': 1,
-}
+_PRESET = advantages.SINGLES | {'chat.prompt': 'hiper'}
 PRESETS: dict[str, dict[str, Any]] = {
   'hiper': _PRESET,
   'hiper_webshop': _PRESET

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planpo_jax import advantages, episodes
+from planpo_jax import advantages, episodes, schedules
 from planpo_jax.advantages import segments
 
 TRAITS = advantages.Traits(group=True)
@@ -31,15 +31,15 @@ _NO_AE = {
 }
 
 PRESETS = {
-  'planpo_paper': {},  # The defaults, by a name of their own.
-  'planpo_verl_parity': {
-    'advantage.planpo.stat': 'turn',
-    'advantage.planpo.penalty': 'pre',
-    'advantage.planpo.single': 'raw',
+  # The paper's settings for ALFWorld and WebShop, whatever the experiment has.
+  'planpo_paper': {
+    'advantage.planpo.alpha_init': 0.1,
+    'advantage.planpo.alpha_final': 0.05,
   },
+  'planpo_verl_parity': advantages.verl_parity('planpo'),
   'planpo_no_as': {
     'advantage.planpo.alpha_init': 0.0,
-    'advantage.planpo.alpha_schedule': 'constant',
+    'advantage.planpo.alpha_final': 0.0,
   },
   'planpo_no_ae': _NO_AE,
   'planpo_no_ae_flat_all': _NO_AE | {'advantage.planpo.as_group': 'flat_all'},
@@ -48,7 +48,7 @@ PRESETS = {
   'planpo_stratified': {'advantage.planpo.ae_mode': 'stratified'},
   'planpo_unconditional': {
     'advantage.planpo.conditional': False,
-    'advantage.planpo.full_return': lambda config: config.train.success_return,
+    'advantage.planpo.full_return': advantages.same_as('train.success_return'),
   },
 }
 
@@ -74,15 +74,10 @@ def alpha(
   Raises:
     ValueError: unknown `alpha_schedule`.
   """
-  segments.check_choice(
-    'alpha_schedule', alpha_schedule, ('decay', 'constant', 'increase')
+  segments.check_choice('alpha_schedule', alpha_schedule, schedules.RAMPS)
+  return schedules.ramp(
+    progress, initial=alpha_init, final=alpha_final, schedule=alpha_schedule
   )
-  if alpha_schedule == 'constant':
-    return alpha_init
-  first, last = alpha_init, alpha_final
-  if alpha_schedule == 'increase':
-    first, last = alpha_final, alpha_init
-  return first + (last - first) * jnp.minimum(progress, 1.0)
 
 
 def estimate(

@@ -28,33 +28,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from planpo_jax import advantages, episodes
-from planpo_jax.advantages import planpo, segments
+from planpo_jax import advantages, episodes, schedules
+from planpo_jax.advantages import segments
 
-TRAITS = advantages.Traits(group=False, values=1, token_rewards=True)
+TRAITS = advantages.Traits(
+  group=False, values=1, token_rewards=True, batch_wide=True
+)
 
-_SINGLES = {'train.tasks_per_step': 128, 'train.group_size': 1}
-_SHAPED = {
-  'advantage.ppo.full_return': lambda config: config.train.success_return
+_SHAPED = advantages.SINGLES | {
+  'advantage.ppo.full_return': advantages.same_as('train.success_return')
 }
 
 PRESETS = {
-  'ppo': _SINGLES,
-  'ppo_agentgym': _SINGLES
+  'ppo': advantages.SINGLES,
+  'ppo_agentgym': advantages.SINGLES
   | {'advantage.ppo.gae': 'token', 'critic.scale': 0.5},
-  'ppo_turn': _SINGLES
+  'ppo_turn': advantages.SINGLES
   | {
     'advantage.ppo.gae': 'turn',
     'advantage.ppo.gamma': 0.99,
     'advantage.ppo.lam': 0.9,
+    'loss.name': 'ppo_clip',
     'loss.ppo_clip.ratio': 'turn',
   },
-  'ppo_bilevel': _SINGLES
+  'ppo_bilevel': advantages.SINGLES
   | {'advantage.ppo.gae': 'bilevel', 'advantage.ppo.gamma': 0.95},
-  'ppo_success': _SINGLES | _SHAPED | {'advantage.ppo.shaping': 'success'},
-  'ppo_unconditional': _SINGLES
-  | _SHAPED
-  | {'advantage.ppo.shaping': 'unconditional'},
+  'ppo_success': _SHAPED | {'advantage.ppo.shaping': 'success'},
+  'ppo_unconditional': _SHAPED | {'advantage.ppo.shaping': 'unconditional'},
 }
 
 
@@ -102,8 +102,8 @@ def estimate(
       0 else. `unconditional`: the same with c_i = 1.
     shaping_weight: weight of short responses; only read by the shaping, as the
       next two.
-    shaping_final: weight at the last step, unless it is constant.
-    shaping_schedule: `constant`, `decay` or `increase`, see `planpo.alpha`.
+    shaping_final: the other end of the schedule, see `schedules.ramp`.
+    shaping_schedule: `constant`, `decay` or `increase`.
     full_return: return of a success; only read by the shaping.
 
   Returns:
@@ -117,11 +117,12 @@ def estimate(
   segments.check_choice(
     'shaping', shaping, ('none', 'success', 'unconditional')
   )
-  weight = planpo.alpha(
+  segments.check_choice('shaping_schedule', shaping_schedule, schedules.RAMPS)
+  weight = schedules.ramp(
     progress,
-    alpha_init=shaping_weight,
-    alpha_final=shaping_final,
-    alpha_schedule=shaping_schedule,
+    initial=shaping_weight,
+    final=shaping_final,
+    schedule=shaping_schedule,
   )
   for name, factor in (
     ('gamma', gamma),
@@ -131,7 +132,7 @@ def estimate(
   ):
     if not 0 <= factor <= 1:
       raise ValueError(f'{name}={factor} must be in [0, 1]; try 1.')
-  real_R = jnp.asarray(table.token_turn_R) < len(table.turn_tokens_U)
+  real_R = segments.is_token(table)
   last_R = segments.is_last_token(table)
   ends_R = segments.is_last_token_of_episode(table)
   value_R = _value(table)
@@ -211,7 +212,7 @@ def targets(
   """
   settings = {**others, 'gae': gae, 'whiten': False}
   adv_R = estimate(table, progress=progress, **settings)
-  learnt_R = jnp.asarray(table.token_turn_R) < len(table.turn_tokens_U)
+  learnt_R = segments.is_token(table)
   if gae == 'turn':
     learnt_R = segments.is_first_token(table)
   target_R = jnp.where(learnt_R, adv_R + _value(table), 0.0)
@@ -253,7 +254,7 @@ def recursion(
 
 def _value(table: episodes.TurnTable) -> jax.Array:
   """[R] float32, 0 on padding."""
-  real_R = jnp.asarray(table.token_turn_R) < len(table.turn_tokens_U)
+  real_R = segments.is_token(table)
   return jnp.where(real_R, jnp.asarray(table.value_RC)[:, 0], 0.0)
 
 

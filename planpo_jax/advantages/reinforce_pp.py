@@ -11,13 +11,18 @@ their response, as in verl-agent. Equal values everywhere give exactly 0.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
-TRAITS = advantages.Traits(group=False, token_rewards=True, batch_wide=True)
+TRAITS = advantages.Traits(
+  group=False, outcome=True, token_rewards=True, batch_wide=True
+)
 
 PRESETS = {
   'reinforce_pp': {
@@ -32,6 +37,12 @@ PRESETS = {
   },
   'reinforce_pp_verl_parity': {'advantage.reinforce_pp.penalty': 'pre'},
 }
+
+
+def traits(*, baseline: str = 'none', **others: Any) -> advantages.Traits:
+  """With a baseline the members of a group are compared."""
+  del others
+  return dataclasses.replace(TRAITS, group=baseline == 'group')
 
 
 def estimate(

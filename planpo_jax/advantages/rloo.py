@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from planpo_jax import advantages, episodes
 from planpo_jax.advantages import segments
 
-TRAITS = advantages.Traits(group=True, token_rewards=True)
+TRAITS = advantages.Traits(group=True, outcome=True, token_rewards=True)
 
 PRESETS = {
   'rloo_reinforce': {
@@ -22,11 +22,7 @@ PRESETS = {
     'loss.ppo_clip.kl_in_reward': True,
     'loss.ppo_clip.kl_kind': 'k1',
   },
-  'rloo_verl_parity': {
-    'advantage.rloo.stat': 'turn',
-    'advantage.rloo.penalty': 'pre',
-    'advantage.rloo.single': 'raw',
-  },
+  'rloo_verl_parity': advantages.verl_parity('rloo'),
 }
 
 

@@ -277,6 +277,11 @@ def is_last_turn(table: episodes.TurnTable) -> jax.Array:
   return _is_last(table.turn_episode_U, table.episode_group_E.shape[0])
 
 
+def is_token(table: episodes.TurnTable) -> jax.Array:
+  """Returns [R] bool, False on padding."""
+  return jnp.asarray(table.token_turn_R) < table.turn_episode_U.shape[0]
+
+
 def is_last_token(table: episodes.TurnTable) -> jax.Array:
   """Returns [R] bool, the last token of its turn; False on padding."""
   return _is_last(table.token_turn_R, table.turn_episode_U.shape[0])
@@ -286,9 +291,7 @@ def is_first_token(table: episodes.TurnTable) -> jax.Array:
   """Returns [R] bool, the first token of its turn; False on padding."""
   token_turn_R = jnp.asarray(table.token_turn_R)
   previous_R = jnp.concatenate([jnp.full(1, -1, jnp.int32), token_turn_R[:-1]])
-  return (token_turn_R != previous_R) & (
-    token_turn_R < table.turn_episode_U.shape[0]
-  )
+  return (token_turn_R != previous_R) & is_token(table)
 
 
 def is_last_token_of_episode(table: episodes.TurnTable) -> jax.Array:

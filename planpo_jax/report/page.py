@@ -330,7 +330,13 @@ def _notes(runs: Sequence[runs_lib.Run]) -> str:
     points = run.metrics.get(
       ('train', 'advantage/groups_without_outcome_variance'), ()
     )
-    share = sum(value for _, value in points) / max(1, len(points))
+    taught = dict(
+      run.metrics.get(
+        ('train', 'advantage/signal_without_outcome_variance'), ()
+      )
+    )
+    idle = [value * (1 - taught.get(step, 0.0)) for step, value in points]
+    share = sum(idle) / max(1, len(idle))
     if share > _FEW_SIGNALS:
       few_signals[run.name] = f'{100 * share:.0f}%'
   if few_signals:
@@ -339,9 +345,9 @@ def _notes(runs: Sequence[runs_lib.Run]) -> str:
     else:
       where = ', '.join(f'{few_signals[name]} ({name})' for name in few_signals)
     notes.append(
-      f'In {where} of the groups all episodes ended alike.'
-      ' Outcomes alone teach nothing there: a flat curve may mean tasks that'
-      ' are too hard or too easy, or groups that are too small.'
+      f'In {where} of the groups all episodes ended alike, and nothing was'
+      ' learnt from them: a flat curve may mean tasks that are too hard or too'
+      ' easy, or groups that are too small.'
     )
   if not notes:
     return ''

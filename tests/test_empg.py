@@ -186,12 +186,13 @@ def test_penalty_after_the_mean_and_inside_the_return():
 
 def test_traits_and_presets():
   assert advantages.traits('empg') == advantages.Traits(
-    group=True, entropy=True, batch_wide=True
+    group=True, outcome=True, entropy=True, batch_wide=True
   )
   presets = advantages.presets()
   assert presets['empg'] == {'advantage.name': 'empg'}
   assert presets['empg_dapo'] == {
     'advantage.name': 'empg',
+    'loss.name': 'ppo_clip',
     'loss.ppo_clip.clip_high': 0.28,
     'train.max_refills': 10,
   }

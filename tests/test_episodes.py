@@ -32,7 +32,20 @@ def test_layout_of_two_groups():
   assert table.token_turn_R[:8].tolist() == [0, 0, 1, 2, 2, 2, 3, num_U]
   assert table.token_turn_R.shape == table.token_role_R.shape == (num_R,)
   assert (table.token_turn_R[7:] == num_U).all()
-  assert table.value_R is None
+  assert table.value_RC is table.token_reward_R is table.turn_switch_U is None
+
+
+@pytest.mark.parametrize('ending', ['TERMINATED', 'TRUNCATED', 'DEADLINE'])
+def test_what_a_limit_ended_is_marked(ending):
+  """Turns, context or time; not the environment."""
+  ending = episodes.Ending[ending]
+  batch = [
+    make_episodes.episode([1]),
+    make_episodes.episode([1], member=1, ending=ending),
+  ]
+  table = episodes.tabulate(batch)
+  ended = ending is episodes.Ending.TERMINATED
+  assert table.episode_truncated_E.tolist() == [False, not ended] + [False] * 6
 
 
 def test_truncated_turn_is_marked():
@@ -100,5 +113,5 @@ def test_bucket_sizes():
 
 def test_table_is_a_pytree():
   table = episodes.tabulate([make_episodes.episode([1])])
-  assert len(jax.tree.leaves(table)) == 13
+  assert len(jax.tree.leaves(table)) == 14
   assert jax.tree.map(lambda x: x, table).token_turn_R[0] == 0

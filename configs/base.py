@@ -33,7 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.env.eval_split = 'test'
   config.env.max_turns = 20  # Turns an episode in training.
   # Turns instead of `max_turns`, each for `horizon_steps` steps, the last one
-  # to the end (horizon.at); empty: `max_turns` throughout.
+  # to the end (schedules.horizon); empty: `max_turns` throughout.
   config.env.horizons = ()
   config.env.horizon_steps = 100
   config.env.step_timeout_s = 60.0  # Deadline of one step, seconds.
@@ -241,10 +241,12 @@ def variant(
   may return a reference to another key, which flags still reach.
 
   Raises:
-    ValueError: unknown preset, or one that sets a key which does not exist.
+    ValueError: unknown preset, one that sets a key which does not exist, or two
+      that choose different methods.
   """
   names = [name.strip() for name in text.split(',') if name.strip()]
   known = presets()
+  chosen: dict[str, str] = {}
   for name in names:
     if name != 'smoke' and name not in known:
       near = difflib.get_close_matches(name, known, n=1)
@@ -253,6 +255,14 @@ def variant(
         f'{", ".join(sorted(known))}.'
         + (f' Did you mean {near[0]!r}?' if near else '')
       )
+    for method in filter(None, [known.get(name, {}).get('advantage.name')]):
+      for other, others in chosen.items():
+        if method != others:
+          raise ValueError(
+            f'the presets {other!r} and {name!r} choose two methods, {others} '
+            f'and {method}, and would be mixed; give one of them.'
+          )
+      chosen[name] = method
     for key, value in known.get(name, {}).items():
       _set(config, name, key, value(config) if callable(value) else value)
   return smoke(config) if 'smoke' in names else config

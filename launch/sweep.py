@@ -15,6 +15,7 @@ import dataclasses
 import os
 import pathlib
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -140,9 +141,14 @@ def main(
     return 0
 
   root = flags.workdir.expanduser()
-  root.mkdir(parents=True, exist_ok=True)
-  sweep_lib.write_record(root, everything, same)
-  outcomes, code = sweep_lib.train_all(made, configs, command=train, say=_say)
+  try:
+    lock = sweep_lib.claim(root)
+  except sweep_lib.SweepError as error:
+    _say(f'error: {error}')
+    return _MISTAKE
+  with lock:
+    sweep_lib.write_record(root, everything, same)
+    outcomes, code = sweep_lib.train_all(made, configs, command=train, say=_say)
   print(sweep_lib.outcome_table(outcomes))
   results = _results(made)
   if results:
@@ -156,4 +162,8 @@ def main(
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  try:
+    sys.exit(main())
+  except KeyboardInterrupt:  # While runs were checked.
+    _say('stopped before anything was trained')
+    sys.exit(128 + signal.SIGINT)

@@ -99,6 +99,9 @@ def check(
   if training:
     _check_group(config)
     _check_method(config)
+    _check_optimizer(config, 'optimizer')
+    if advantages.traits(config.advantage.name).values:
+      _check_optimizer(config, 'critic')
   _check_lengths(config)
   _check_rollout(config, num_devices)
   _check_devices(config, num_devices)
@@ -139,6 +142,24 @@ def _check_group(config: ml_collections.ConfigDict) -> None:
     )
 
 
+def _check_optimizer(config: ml_collections.ConfigDict, name: str) -> None:
+  for key, lowest, highest, wanted in (
+    ('learning_rate', 0, math.inf, 'a finite number of at least 0'),
+    ('warmup_steps', 0, math.inf, 'a finite number of at least 0'),
+    ('weight_decay', 0, math.inf, 'a finite number of at least 0'),
+    ('b1', 0, 1, 'at least 0 and below 1'),
+    ('b2', 0, 1, 'at least 0 and below 1'),
+  ):
+    value = config[name][key]
+    if not lowest <= value < highest:  # Turned round, NaN would pass.
+      raise ConfigError(f'{name}.{key}={value} must be {wanted}.')
+  if not config[name].max_grad_norm > 0:
+    raise ConfigError(
+      f'{name}.max_grad_norm={config[name].max_grad_norm} must be above 0; inf '
+      'never clips.'
+    )
+
+
 def _check_method(config: ml_collections.ConfigDict) -> None:
   """What the method and the rest ask of each other."""
   name, train = config.advantage.name, config.train
@@ -151,6 +172,16 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
         f'train.{key}={train[key]} must be above 0; try '
         f'{10.0 if key == "success_return" else 100.0}.'
       )
+  if not -math.inf < train.score_floor < train.score_max:
+    raise ConfigError(
+      f'train.score_floor={train.score_floor} must be below train.score_max='
+      f'{train.score_max}, the score of a full success; try 0.'
+    )
+  if not 0 < train.success_threshold < math.inf:
+    raise ConfigError(
+      f'train.success_threshold={train.success_threshold} must be above 0 '
+      'score points; try 100.'
+    )
   if train.max_refills < 0:
     raise ConfigError(
       f'train.max_refills={train.max_refills} must be at least 0; 0 plays no '
@@ -179,7 +210,7 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
       f'advantage.name={name!r} reads; set chat.prompt={traits.prompt}.'
     )
   horizons = config.env.horizons
-  if not all(isinstance(h, int) and h >= 1 for h in horizons):
+  if not all(type(h) is int and h >= 1 for h in horizons):
     raise ConfigError(
       f'env.horizons={tuple(horizons)} must be turns, each at least 1; try '
       '(10, 20, 30), or () for env.max_turns throughout.'
@@ -194,6 +225,10 @@ def _check_method(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
+  if config.chat.history < 0:
+    raise ConfigError(
+      f'chat.history={config.chat.history} must be at least 0 turns; try 2.'
+    )
   context, response = config.chat.max_context, config.chat.max_response
   if response >= context:
     raise ConfigError(

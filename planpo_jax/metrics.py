@@ -178,16 +178,19 @@ def warnings(
       'learnt from them; tasks of middling difficulty or a larger group_size '
       'teach more'
     )
-  if scalars['loss/nonfinite_updates']:
-    found.append(
-      f'{scalars["loss/nonfinite_updates"]:.0f} updates were skipped because '
-      'a gradient was not finite; try a lower learning rate'
-    )
-  elif scalars['loss/skipped_updates']:
-    found.append(
-      f'{scalars["loss/skipped_updates"]:.0f} updates had nothing to learn '
-      'from and were skipped'
-    )
+  for network, section in (('policy', 'loss'), ('critic', 'critic')):
+    nonfinite = scalars.get(f'{section}/nonfinite_updates', 0)
+    idle = scalars.get(f'{section}/skipped_updates', 0) - nonfinite
+    if nonfinite:
+      found.append(
+        f'{nonfinite:.0f} updates of the {network} were skipped because a '
+        'gradient or a step was not finite; try a lower learning rate'
+      )
+    if idle:
+      found.append(
+        f'{idle:.0f} updates of the {network} had nothing to learn from and '
+        'were skipped'
+      )
   # An older policy disagrees by rights, and so does a filtered one.
   alike = not scalars['rollout/staleness'] and not filtered
   # Turned round, so that NaN warns too.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import multiprocessing
@@ -20,13 +21,24 @@ import re
 import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 # Order, reasons and published results of a sweep's runs, in the folder that
 # holds theirs. Hidden, so that `launch/report.py ROOT/*` names runs only.
 RECORD = '.sweep.json'
+
+_ROOT = pathlib.Path(__file__).parent.parent
+# Becomes the command after it, which saves and ends if this process is killed.
+_ENDS_WITH_PARENT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from envs_server import lifetime
+lifetime.signal_with_parent(signal.SIGTERM)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 _FOLDER = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*')
 _OVERRIDE = re.compile(r'--(?:no)?config\.([\w.]+)(?:=.*)?', re.DOTALL)
@@ -390,6 +402,40 @@ def is_finished(job: Job, config: Mapping[str, Any]) -> bool:
   return summary(job.workdir) is not None
 
 
+def claim(root: pathlib.Path) -> BinaryIO:
+  """Makes `root` the folder of a sweep that runs here and now.
+
+  Returns:
+    A lock, held until it is closed or this process ends, however it ends.
+
+  Raises:
+    SweepError: the folder cannot be made, is that of a single run, or another
+      sweep runs in it.
+  """
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    lock = (root / '.sweep.lock').open('wb')
+  except OSError as error:
+    raise SweepError(
+      f'--workdir={root} cannot be used as a folder ({error.strerror}); name '
+      'another one.'
+    ) from error
+  if (root / 'config.json').exists():
+    lock.close()
+    raise SweepError(
+      f'--workdir={root} is the folder of a single run; name another one.'
+    )
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError as error:
+    lock.close()
+    raise SweepError(
+      f'another sweep is running in {root}; wait for it, stop it, or choose '
+      'another --workdir.'
+    ) from error
+  return lock
+
+
 def write_record(
   root: pathlib.Path, made: Sequence[Job], same: Mapping[str, str]
 ) -> None:
@@ -460,7 +506,9 @@ class _Child:
     """Runs a command to its end and returns its exit code."""
     # A group of its own, or Ctrl-C at a terminal would reach it twice.
     self._process = subprocess.Popen(
-      command, stdin=subprocess.DEVNULL, process_group=0
+      [sys.executable, '-c', _ENDS_WITH_PARENT, str(_ROOT), *command],
+      stdin=subprocess.DEVNULL,
+      process_group=0,
     )
     if self.signal is not None:  # It came while the process was started.
       self._relay(self.signal, None)

@@ -171,8 +171,8 @@ def make_update(
   Blocks without response tokens (padding rows) cost nothing.
 
   The update is skipped, and params and opt_state stay as they are, when the
-  minibatch has no response token or when a gradient is not finite; the metrics
-  `skipped` and `nonfinite` tell. `step` counts on.
+  minibatch has no response token or when a gradient or a step is not finite;
+  the metrics `skipped` and `nonfinite` tell. `step` counts on.
 
   Args:
     logps_fn: the policy.
@@ -319,10 +319,11 @@ def _make(objective, optimizer, micro_rows, micro_sharding, state_shardings):
     weight = jnp.where(loss_metrics.weight > 0, loss_metrics.weight, 1.0)
     grads = jax.tree.map(lambda g: g / weight, grads)
     grad_norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(grad_norm)
-    applied = finite & (loss_metrics.weight > 0)
 
     deltas, opt_state = optimizer.update(grads, state.opt_state, params)
+    # The step too: what the optimizer adds may overflow where gradients do not.
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(deltas))
+    applied = finite & (loss_metrics.weight > 0)
     updated = (optax.apply_updates(params, deltas), opt_state)
     params, opt_state = jax.tree.map(
       lambda new, old: jnp.where(applied, new, old),

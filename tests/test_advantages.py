@@ -647,6 +647,37 @@ def test_bad_value_is_refused_before_the_first_rollout(chosen):
     advantages.get('planpo', **chosen)
 
 
+@pytest.mark.parametrize(
+  'name,chosen,words',
+  [
+    ('gigpo', {'gamma': 95.0}, 'gigpo.gamma=95.0.*0, 1.*0.95'),
+    ('hiper', {'lam_segment': -0.1}, 'lam_segment=-0.1'),
+    ('planpo', {'eps': -6.0}, 'eps=-6.0 must be at least 0'),
+    ('planpo', {'alpha_init': float('nan')}, 'alpha_init=nan.*finite'),
+    ('grpo', {'invalid_penalty': float('inf')}, 'invalid_penalty=inf'),
+    ('hgpo', {'stat': 'episode'}, "stat='episode'"),
+  ],
+)
+def test_numbers_that_make_no_sense_are_refused(name, chosen, words):
+  with pytest.raises(ValueError, match=words):
+    advantages.get(name, **chosen)
+
+
+def test_what_is_not_finite_shows():
+  """A tie guard must not turn NaN into 0, which would look like no signal."""
+  z_N = segments.normalise(
+    np.array([1.0, np.nan, 2.0, 5.0, 6.0]),
+    np.array([0, 0, 0, 1, 1]),
+    num_segments=3,
+  )
+  assert np.isnan(z_N[:3]).any() and np.isfinite(z_N[3:]).all()
+  taken_N = np.array([True, True, True, False])
+  z_N = segments.whiten(np.array([1.0, np.nan, 2.0, 0.0]), taken_N)
+  assert np.isnan(z_N[:3]).any() and z_N[3] == 0
+  z_N = segments.whiten(np.array([1.0, 3.0, 2.0, np.nan]), taken_N)
+  assert np.isfinite(z_N).all()
+
+
 def test_estimate_traces_without_the_registry():
   table = episodes.tabulate(golden_batch('mixed'))
   direct = jax.jit(planpo.estimate)(table, progress=0.2)

@@ -61,7 +61,9 @@ def test_presets_apply_in_order_and_smoke_last():
   assert config.advantage.name == 'grpo'
   assert config.env.horizons == (2, 4, 6) and config.train.steps == 3
   assert sciworld_7b.get_config('scaling_inter').env.horizons == (10, 20, 30)
-  assert sciworld_7b.get_config('grpo,planpo').advantage.name == 'planpo'
+  with pytest.raises(ValueError, match="'gspo' and 'ppo' choose two methods"):
+    sciworld_7b.get_config('gspo,ppo')
+  assert sciworld_7b.get_config('dapo,gspo').loss.name == 'gspo'
 
 
 def parsed(monkeypatch, *arguments):
@@ -134,6 +136,15 @@ def test_kl_in_the_reward_needs_a_method_that_reads_it():
   config_lib.check(config, 1)
 
 
+def test_the_optimizer_of_a_critic_is_checked_where_there_is_one():
+  config = smoke()
+  config.critic.weight_decay = float('nan')
+  config_lib.check(config, 1)
+  config.advantage.name = 'ppo'
+  with pytest.raises(config_lib.ConfigError, match='critic.weight_decay=nan'):
+    config_lib.check(config, 1)
+
+
 def test_refills_need_a_method_that_tells_what_teaches():
   config = quickstart.get_config('ppo,smoke')
   config.train.max_refills = 2
@@ -188,6 +199,13 @@ def test_paper_experiments(name, size, billions):
     ('train.tasks_per_step', 0, ('train.tasks_per_step=0', 'at least 1')),
     ('advantage.name', 'hiper', ("chat.prompt='brief'", 'chat.prompt=hiper')),
     ('train.outcome', 'grade', ("'grade'", 'binary, graded')),
+    ('chat.history', -1, ('chat.history=-1', 'at least 0')),
+    ('optimizer.learning_rate', float('nan'), ('learning_rate=nan', 'finite')),
+    ('optimizer.b2', 1.0, ('optimizer.b2=1.0', 'below 1')),
+    ('optimizer.max_grad_norm', -1.0, ('max_grad_norm=-1.0', 'above 0')),
+    ('train.score_floor', 500.0, ('score_floor=500.0', 'below')),
+    ('train.success_threshold', -1.0, ('success_threshold=-1.0', 'above 0')),
+    ('env.horizons', (True,), ('env.horizons=(True,)',)),
     ('train.success_return', 0.0, ('success_return=0.0', 'above 0', 'try 10')),
     ('train.max_refills', -1, ('max_refills=-1', 'at least 0')),
     ('env.horizons', (10, 0), ('env.horizons=(10, 0)', 'try (10, 20, 30)')),

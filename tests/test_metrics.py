@@ -90,7 +90,6 @@ def test_warnings_name_what_needs_attention():
   assert metrics.warnings(calm, 'float32') == []
   for key, value, word in (
     ('advantage/groups_without_outcome_variance', 0.9, '90%'),
-    ('loss/nonfinite_updates', 2.0, 'learning rate'),
     ('loss/skipped_updates', 1.0, 'nothing to learn'),
     ('loss/sampler_gap', 0.5, '0.500'),
     ('rollout/faults', 3, 'faults'),
@@ -98,6 +97,11 @@ def test_warnings_name_what_needs_attention():
   ):
     (said,) = metrics.warnings(calm | {key: value}, 'float32')
     assert word in said
+  lost = {'skipped_updates': 2.0, 'nonfinite_updates': 2.0}
+  for section, network in (('loss', 'policy'), ('critic', 'critic')):
+    spoilt = {f'{section}/{key}': value for key, value in lost.items()}
+    (said,) = metrics.warnings(calm | spoilt, 'float32')
+    assert f'2 updates of the {network}' in said and 'learning rate' in said
   # Where the method learns from half of them, 45 % of the groups are idle.
   tied = {'advantage/groups_without_outcome_variance': 0.9}
   taught = {'advantage/signal_without_outcome_variance': 0.5}

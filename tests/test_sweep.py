@@ -416,6 +416,52 @@ class TestRunning:
     (folder / '3').rename(folder / '2')
     assert stub(['good'], flag) == (0, ['good'])
 
+  def test_a_folder_is_for_one_sweep_at_a_time(self, stub, tmp_path, capsys):
+    root = tmp_path / 'root'
+    with sweep.claim(root):
+      assert stub(['good']) == (2, [])
+    assert f'another sweep is running in {root}' in capsys.readouterr().err
+    assert stub(['good']) == (0, ['good'])
+    (root / 'config.json').touch()
+    assert stub(['last']) == (2, [])
+    assert 'the folder of a single run' in capsys.readouterr().err
+
+  def test_a_training_ends_with_a_sweep_that_is_killed(self, tmp_path):
+    # It says when it is asked to save and end.
+    training = (
+      'import pathlib, signal, sys, time\n'
+      'def end(*unused):\n'
+      '  pathlib.Path(sys.argv[1]).write_text("ended")\n'
+      '  sys.exit()\n'
+      'signal.signal(signal.SIGTERM, end)\n'
+      'pathlib.Path(sys.argv[1]).write_text("begun")\n'
+      'time.sleep(60)\n'
+    )
+    said = tmp_path / 'said'
+    command = [sys.executable, '-c', training, str(said)]
+    parent = subprocess.Popen(
+      [
+        sys.executable,
+        '-c',
+        f'from planpo_jax import sweep; sweep._Child().run({command!r})',
+      ],
+      cwd=ROOT,
+    )
+    while not said.exists() or said.read_text() != 'begun':
+      assert parent.poll() is None
+      time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while said.read_text() != 'ended' and time.monotonic() < deadline:
+      time.sleep(0.05)
+    assert said.read_text() == 'ended'
+
+  def test_a_folder_that_cannot_be_made_is_told(self, tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(sweep.SweepError, match='file cannot be used'):
+      sweep.claim(tmp_path / 'file')
+
   def test_only_and_seeds(self, stub):
     assert stub(['a', 'b'], '--only=b') == (0, ['b'])
     assert stub(['a', 'b'], '--seeds=2', '--only=b') == (0, ['b_seed1'])

@@ -248,6 +248,18 @@ def test_gradient_that_is_not_finite_is_skipped_and_training_goes_on():
   assert metrics['skipped'] == 0 and metrics['grad_norm'] > 0
 
 
+def test_a_step_that_is_not_finite_is_not_taken():
+  """Gradients are, but the optimizer makes NaN of them."""
+  spoilt = optimizer.make(1e-3, weight_decay=float('nan'))
+  step = update.make_update(LOGPS, LOSS, spoilt, micro_rows=2)
+  batch = scored(make_batch(row_multiple=2), 2)
+  before = jax.device_get(params())
+  state, metrics = step(update.create(params(), spoilt), batch)
+  assert metrics['nonfinite'] == metrics['skipped'] == 1
+  assert np.isfinite(metrics['grad_norm'])
+  jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
 def test_reference_outlives_donated_states():
   """The state is consumed, what it was made from is not."""
   batch = scored(make_batch(row_multiple=2), 2)

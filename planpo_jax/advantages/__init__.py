@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -173,7 +174,38 @@ def get(name: str, **chosen: Any) -> Method:
     TypeError: unknown hyperparameter.
   """
   registry.check(name, _module(name).estimate, chosen)
+  _check_numbers(name, chosen)
   return _bind(name, tuple(sorted(chosen.items())))
+
+
+# What hyperparameters of these names mean is the same in every method.
+_SHARES = ('gamma', 'lam', 'lam_segment', 'token_gamma', 'token_lam')
+_NOT_NEGATIVE = (
+  'eps',
+  'ddof',
+  'invalid_penalty',
+  'overlong_penalty',
+  'full_return',
+)
+
+
+def _check_numbers(name: str, chosen: Mapping[str, Any]) -> None:
+  for key, value in chosen.items():
+    if not isinstance(value, int | float):
+      continue
+    if not math.isfinite(value):
+      rule = 'a finite number'
+    elif key in _SHARES and not 0 <= value <= 1:
+      rule = 'in [0, 1]'
+    elif key in _NOT_NEGATIVE and value < 0:
+      rule = 'at least 0'
+    else:
+      continue
+    default = hyperparameters(name)[key]
+    raise ValueError(
+      f'advantage.{name}.{key}={value} must be {rule}; the default is '
+      f'{default}.'
+    )
 
 
 # Cached, so that asking for the same method again does not compile it again.

@@ -139,6 +139,7 @@ def estimate(
   segments.check_choice(
     'weights_over', weights_over, ('shared', 'nonzero', 'all')
   )
+  segments.check_choice('stat', stat, ('trajectory', 'turn'))
   if history < 0:
     raise ValueError(f'history={history} must be at least 0 turns; try 2.')
   if weight_offset <= 0:

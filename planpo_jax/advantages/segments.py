@@ -84,8 +84,9 @@ def normalise(
   highest_S = jax.ops.segment_max(value_N, segment_N, num_segments)
   lowest_S = jax.ops.segment_min(value_N, segment_N, num_segments)
   size_S = jnp.maximum(jnp.abs(highest_S), jnp.abs(lowest_S))
-  # Empty segments hold -inf and inf: the comparison is false.
-  apart_S = (highest_S - lowest_S > TIE_RTOL * size_S) & (
+  # Empty segments hold -inf and inf, so they are tied. Turned round, NaN is
+  # not, and shows in the result.
+  apart_S = ~(highest_S - lowest_S <= TIE_RTOL * size_S) & (
     count_S > max(ddof, 1) + _COUNT_ATOL
   )
   # On a scale from 0 to 1 the sums lose no digits, however large the values and
@@ -199,7 +200,7 @@ def whiten(
   highest = jnp.max(value_N, where=taken_N, initial=-jnp.inf)
   lowest = jnp.min(value_N, where=taken_N, initial=jnp.inf)
   size = jnp.maximum(jnp.abs(highest), jnp.abs(lowest))
-  apart = (highest - lowest > TIE_RTOL * size) & (count > max(ddof, 1))
+  apart = ~(highest - lowest <= TIE_RTOL * size) & (count > max(ddof, 1))
   # A scale from 0 to 1, as in `normalise`.
   span = jnp.where(apart, highest - lowest, 1.0)
   used_N = taken_N & apart

@@ -208,7 +208,8 @@ def whiten(
   mean = scaled_N.sum() / jnp.maximum(count, 1)
   z_N = jnp.where(used_N, scaled_N - mean, 0.0)
   variance = (z_N**2).sum() / jnp.where(apart, count - ddof, 1)
-  return z_N / jnp.sqrt(jnp.where(apart, variance + eps / span**2, 1.0))
+  z_N = z_N / jnp.sqrt(jnp.where(apart, variance + eps / span**2, 1.0))
+  return jnp.where(used_N, z_N, 0.0)  # Where values are NaN, 0 / NaN is too.
 
 
 def reversed_sum(x_N: jax.Array, decay_N: jax.Array) -> jax.Array:

@@ -246,7 +246,7 @@ def variant(
   """
   names = [name.strip() for name in text.split(',') if name.strip()]
   known = presets()
-  chosen: dict[str, str] = {}
+  methods: dict[str, str] = {}  # Method -> the preset that chose it.
   for name in names:
     if name != 'smoke' and name not in known:
       near = difflib.get_close_matches(name, known, n=1)
@@ -255,15 +255,16 @@ def variant(
         f'{", ".join(sorted(known))}.'
         + (f' Did you mean {near[0]!r}?' if near else '')
       )
-    for method in filter(None, [known.get(name, {}).get('advantage.name')]):
-      for other, others in chosen.items():
-        if method != others:
-          raise ValueError(
-            f'the presets {other!r} and {name!r} choose two methods, {others} '
-            f'and {method}, and would be mixed; give one of them.'
-          )
-      chosen[name] = method
-    for key, value in known.get(name, {}).items():
+    values = known.get(name, {})  # `smoke` comes below.
+    if 'advantage.name' in values:
+      methods.setdefault(values['advantage.name'], name)
+    if len(methods) > 1:
+      first, second = methods
+      raise ValueError(
+        f'the presets {methods[first]!r} and {methods[second]!r} choose two '
+        f'methods, {first} and {second}, and would be mixed; give one of them.'
+      )
+    for key, value in values.items():
       _set(config, name, key, value(config) if callable(value) else value)
   return smoke(config) if 'smoke' in names else config
 

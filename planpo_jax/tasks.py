@@ -11,11 +11,7 @@ from planpo_jax import episodes
 
 
 def at(
-  tasks: Sequence[episodes.Task],
-  step: int,
-  *,
-  count: int,
-  seed: int,
+  tasks: Sequence[episodes.Task], step: int, *, count: int, seed: int
 ) -> list[episodes.Task]:
   """The `count` tasks of training step `step`, from 0.
 

@@ -66,7 +66,6 @@ class Method:
   """A method with its hyperparameters bound.
 
   Attributes:
-    name: its file.
     traits: see `Traits`.
     signal: (table, *, progress) -> [E] bool, episodes of which the method
       learns something. Format penalties are no comparison and left out.
@@ -76,7 +75,6 @@ class Method:
       methods with `traits.values`.
   """
 
-  name: str
   traits: Traits
   signal: Callable[..., np.ndarray]
   estimate: Callable[..., jax.Array]
@@ -224,7 +222,6 @@ def _bind(name: str, chosen: tuple[tuple[str, Any], ...]) -> Method:
       function, _smallest_table(own_traits), progress=np.float32(1)
     )
   return Method(
-    name,
     own_traits,
     functools.partial(_signal, estimate, own_traits),
     estimate,

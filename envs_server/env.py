@@ -76,12 +76,15 @@ class Catalog:
     indices: {split: {task type: indices}}; every split has the same types in
       the same order.
     options: {option: values it may have}. Values may be joined by commas.
+    sets: {name: task types}, names for several types at once. No set is called
+      as a type is.
   """
 
   version: str
   action_format: str
   indices: Mapping[str, Mapping[str, Sequence[int]]]
   options: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+  sets: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
   @property
   def task_names(self) -> tuple[str, ...]:
@@ -102,18 +105,25 @@ class Catalog:
     Args:
       env: name of the environment, for the tasks to carry.
       split: a split.
-      names: task types to list; none lists all.
+      names: task types, and sets of them, to list; none lists all. A type
+        that is named twice is listed once.
 
     Raises:
-      TaskError: unknown split or task type; the known ones are listed.
+      TaskError: unknown split, task type or set; the known ones are listed.
     """
     _known('split', split, self.indices)
+    types = set()
     for name in names:
-      _known('task type', name, self.task_names)
+      if name not in self.sets and name not in self.task_names:
+        raise TaskError(
+          f'unknown task type or set {name!r}; sets: {_listed(self.sets)}; '
+          f'types: {_listed(self.task_names)}.'
+        )
+      types.update(self.sets.get(name, (name,)))
     return [
       Task(env, split, index, name)
       for name, indices in self.indices[split].items()
-      if not names or name in names
+      if not names or name in types
       for index in indices
     ]
 
@@ -157,6 +167,9 @@ class TextEnv(Protocol):
   def step(self, action: str) -> Observation:
     """Takes one action; never called after `terminated`."""
 
+  def ping(self) -> None:
+    """Raises if the environment is of no use any more; between episodes."""
+
   def close(self) -> None:
     """Ends what the environment started."""
 
@@ -183,8 +196,11 @@ def module(name: str) -> types.ModuleType:
 
 def _known(what: str, value: str, values) -> None:
   if value not in values:
-    listed = ', '.join(repr(v) for v in values) or 'none'
-    raise TaskError(f'unknown {what} {value!r}; known: {listed}.')
+    raise TaskError(f'unknown {what} {value!r}; known: {_listed(values)}.')
+
+
+def _listed(values) -> str:
+  return ', '.join(repr(v) for v in values) or 'none'
 
 
 def _span(indices: Sequence[int]) -> str:

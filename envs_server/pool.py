@@ -1,209 +1,164 @@
-"""Worker processes: one environment each, replaced when they die or hang.
-
-Environments leak, crash and are not thread-safe, so each has a process of its
-own. Processes are spawned, never forked: gRPC threads do not survive a fork.
-"""
+"""Lends workers to episodes, and replaces those that die, hang or swell."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-from collections.abc import Callable
-from typing import Any
 
-from envs_server import env, lifetime
+import psutil
+
+from envs_server import telemetry, worker
 
 _log = logging.getLogger(__name__)
 
-_BUILD_DEADLINE_S = 120.0
-_CLOSE_DEADLINE_S = 2.0
+# Processes started at a time: more would only slow each other down.
+_BUILDS = max(4, 2 * (os.cpu_count() or 1))
 _LONGEST_BACKOFF_S = 10.0
+# Builds in a row that fail before those who wait are told.
+_HOPELESS = 3
+_ROUND_S = 1.0
+_PING_EVERY_S = 10.0
+_PING_DEADLINE_S = 5.0
+_MEASURE_EVERY_S = 5.0
+# Seven beats of a worker. Its process is stopped, or starved beyond use.
+_SILENCE_S = 15.0
 
 
-class WorkerLostError(Exception):
-  """The process that played the episode is gone; says why."""
+class QueueFullError(Exception):
+  """No more episodes may wait; says how many do."""
 
 
-class Worker:
-  """The pool's end of one worker process. Answers one call at a time."""
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What the pool keeps within bounds.
 
-  def __init__(self, env_name: str, on_lost: Callable[[Worker], None]):
-    """Starts the process; `call` may be used once `built` has returned.
+  Attributes:
+    call_s: seconds after which a call that nobody waits for is given up.
+    queue: episodes that may wait.
+    client: episodes that one client may play at a time; 0: all.
+    episodes: a worker is replaced after so many; 0: never.
+    memory_bytes: resident memory of a worker with its children above which it
+      is replaced after its episode; at twice that at once. 0: none.
+    message_bytes: of an observation with all that comes with it.
+  """
 
-    Args:
-      env_name: a known environment.
-      on_lost: called once, on the event loop, when the process is gone.
-    """
-    self.lost = ''  # Why the process is gone; empty while it lives.
-    self.ready = False  # Its environment is built.
-    self._on_lost = on_lost
-    self._loop = asyncio.get_running_loop()
-    context = multiprocessing.get_context('spawn')
-    self._connection, theirs = context.Pipe()
-    self._process = context.Process(
-      target=_work, args=(env_name, theirs, os.getpid()), daemon=True
-    )
-    self._process.start()
-    # With our copy closed, the death of the process reads as end of file.
-    theirs.close()
-    self._reply: asyncio.Future = self._loop.create_future()
-    self._loop.add_reader(self._connection.fileno(), self._readable)
-
-  @property
-  def pid(self) -> int:
-    return self._process.pid
-
-  async def built(self) -> None:
-    """Waits until the environment is built.
-
-    Raises:
-      WorkerLostError: it cannot be built.
-    """
-    await self._answer('start', _BUILD_DEADLINE_S)
-    self.ready = True
-
-  async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-    """Calls a method of the environment.
-
-    Raises:
-      env.TaskError: as the environment raised it.
-      WorkerLostError: it failed, died, or did not answer in time; in each
-        case the process is gone.
-    """
-    if self.lost:
-      raise WorkerLostError(self.lost)
-    self._reply = self._loop.create_future()
-    try:
-      self._connection.send((method, args))
-    except OSError as error:
-      self.kill(f'the worker process cannot be reached ({error})')
-    return await self._answer(method, deadline_s)
-
-  async def settle(self, deadline_s: float) -> None:
-    """Waits out a call whose caller gave up."""
-    done, _ = await asyncio.wait([self._reply], timeout=deadline_s)
-    if not done:
-      self.kill(f'an abandoned call took over {deadline_s:g} s')
-    elif self._reply.result()[0] == 'failed':
-      self.kill(self._reply.result()[1])
-
-  async def close(self) -> None:
-    """Ends the environment and the process, by force if need be."""
-    try:
-      await self.call('close', deadline_s=_CLOSE_DEADLINE_S)
-    except WorkerLostError:
-      return
-    self.kill('closed')
-
-  def kill(self, cause: str) -> None:
-    """Ends the process at once."""
-    if self.lost:
-      return
-    self.lost = cause
-    self._loop.remove_reader(self._connection.fileno())
-    self._process.kill()
-    self._process.join()
-    self._connection.close()
-    if not self._reply.done():
-      self._reply.set_result(('lost', cause))
-    self._on_lost(self)
-
-  async def _answer(self, method: str, deadline_s: float) -> Any:
-    try:
-      async with asyncio.timeout(deadline_s):
-        # The answer outlives a caller who is cancelled: see `settle`.
-        kind, value = await asyncio.shield(self._reply)
-    except TimeoutError:
-      self.kill(f'{method} took over {deadline_s:g} s')
-      raise WorkerLostError(self.lost) from None
-    if kind == 'task':
-      raise env.TaskError(value)
-    if kind == 'failed':
-      self.kill(value)
-    if kind != 'ok':
-      raise WorkerLostError(value)
-    return value
-
-  def _readable(self) -> None:
-    try:
-      answer = self._connection.recv()
-    except (EOFError, OSError):
-      self._process.join(1.0)
-      code = self._process.exitcode
-      how = 'closed its pipe'
-      if code is not None:
-        how = (
-          f'was ended by {signal.Signals(-code).name}'
-          if code < 0
-          else f'exited with code {code}'
-        )
-      self.kill(f'the worker process {how}')
-      return
-    if not self._reply.done():
-      self._reply.set_result(answer)
+  call_s: float
+  queue: int
+  client: int
+  episodes: int
+  memory_bytes: int
+  message_bytes: int
 
 
 class Pool:
-  """Lends workers to episodes: first come, first served."""
+  """Workers and the queue before them.
 
-  def __init__(self, env_name: str, size: int, *, deadline_s: float):
+  Clients take turns; within a client, first come, first served. So one that
+  asks for a thousand episodes keeps nobody else waiting for them.
+  """
+
+  def __init__(
+    self,
+    env_name: str,
+    size: int,
+    limits: Limits,
+    meter: telemetry.Telemetry,
+  ):
     """Starts nothing yet.
 
     Args:
       env_name: a known environment.
       size: number of worker processes, at least 1.
-      deadline_s: seconds after which an abandoned call is given up.
+      limits: see there.
+      meter: is told of every worker that is replaced.
     """
     self.size = size
     self._env_name = env_name
-    self._deadline_s = deadline_s
-    self._alive: set[Worker] = set()
-    self._idle: collections.deque[Worker] = collections.deque()
-    self._waiting: collections.deque[asyncio.Future] = collections.deque()
+    self._limits = limits
+    self._meter = meter
+    self._alive: set[worker.Worker] = set()
+    self._idle: collections.deque[worker.Worker] = collections.deque()
+    # By whom; empty once it is given back, while its last call goes on.
+    self._lent: dict[worker.Worker, str] = {}
+    self._playing: collections.Counter[str] = collections.Counter()
+    # Who waits, by client; the client whose turn is next comes first.
+    self._lanes: collections.OrderedDict[
+      str, collections.deque[asyncio.Future]
+    ] = collections.OrderedDict()
     self._chores: set[asyncio.Task] = set()
+    self._builds = asyncio.Semaphore(_BUILDS)
     self._closing = False
+    self._built = 0  # Workers so far.
     self._failures = 0  # Builds that failed since the last that did not.
 
   @property
+  def ready(self) -> int:
+    """Workers whose environment is built."""
+    return sum(w.ready for w in self._alive)
+
+  @property
   def busy(self) -> int:
-    return sum(worker.ready for worker in self._alive) - len(self._idle)
+    """Workers that play an episode."""
+    return len(self._lent)
 
   @property
   def waiting(self) -> int:
-    return sum(not future.done() for future in self._waiting)
+    """Episodes that wait for a worker."""
+    return sum(map(len, self._lanes.values()))
+
+  @property
+  def clients(self) -> int:
+    """Clients that play or wait."""
+    return len(self._playing.keys() | self._lanes.keys())
+
+  @property
+  def memory_bytes(self) -> list[int]:
+    """Resident memory of each worker with its children, when last measured."""
+    return [w.memory_bytes for w in self._alive if w.memory_bytes]
 
   def start(self) -> None:
     """Starts all workers; `acquire` waits for the first that is built."""
     for _ in range(self.size):
       self._chore(self._build())
+    self._chore(self._look_after())
 
-  async def acquire(self) -> Worker:
-    """Waits for a free worker, behind those who asked before.
+  async def acquire(self, client: str) -> worker.Worker:
+    """Waits for a free worker in the queue of `client`.
 
     Raises:
-      WorkerLostError: no worker can be built.
+      QueueFullError: too many wait already.
+      worker.WorkerLostError: no worker can be built.
     """
-    if self._idle:
-      return self._idle.popleft()
     future = asyncio.get_running_loop().create_future()
-    self._waiting.append(future)
+    self._lanes.setdefault(client, collections.deque()).append(future)
+    self._serve()
+    if not future.done() and self.waiting > self._limits.queue:
+      self._leave(client, future)
+      raise QueueFullError(
+        f'{self._limits.queue} episodes wait for one of {self.size} workers '
+        'already, and no more may (--queue)'
+      )
     try:
       return await future
     except asyncio.CancelledError:
-      # Cancelled in the moment in which it was served.
-      if future.done() and not future.cancelled() and not future.exception():
-        self._lend(future.result())
+      if not future.done() or future.cancelled():
+        self._leave(client, future)
+      elif not future.exception():
+        # Cancelled in the moment in which it was served.
+        self.release(future.result(), played=False)
       raise
 
-  def release(self, worker: Worker) -> None:
+  def release(self, lent: worker.Worker, *, played: bool = True) -> None:
     """Takes a worker back, even one that is still in a call."""
-    if not worker.lost:
-      self._chore(self._take_back(worker))
+    if client := self._lent.get(lent):  # Else it is lost.
+      self._lent[lent] = ''
+      self._less(client)
+      lent.episodes += played
+      self._chore(self._take_back(lent))
+      self._serve()
 
   async def close(self) -> None:
     """Ends all workers."""
@@ -211,7 +166,50 @@ class Pool:
     for chore in self._chores:
       chore.cancel()
     await asyncio.gather(*self._chores, return_exceptions=True)
-    await asyncio.gather(*(worker.close() for worker in list(self._alive)))
+    await asyncio.gather(*(w.close() for w in list(self._alive)))
+
+  # -- The queue ---------------------------------------------------------------
+
+  def _serve(self) -> None:
+    """Gives idle workers to those who wait."""
+    while self._idle and (client := self._next_client()):
+      future = self._lanes[client].popleft()
+      self._lanes.move_to_end(client)
+      self._drop_lane(client)
+      lent = self._idle.popleft()
+      self._lent[lent] = client
+      self._playing[client] += 1
+      future.set_result(lent)
+
+  def _next_client(self) -> str:
+    """Whose turn it is; empty if nobody may be served."""
+    limit = self._limits.client
+    for client in self._lanes:
+      if not limit or self._playing[client] < limit:
+        return client
+    return ''
+
+  def _less(self, client: str) -> None:
+    self._playing[client] -= 1
+    if not self._playing[client]:
+      del self._playing[client]
+
+  def _leave(self, client: str, future: asyncio.Future) -> None:
+    if future in self._lanes.get(client, ()):
+      self._lanes[client].remove(future)
+      self._drop_lane(client)
+
+  def _drop_lane(self, client: str) -> None:
+    if not self._lanes[client]:
+      del self._lanes[client]
+
+  def _deny(self, error: worker.WorkerLostError) -> None:
+    for lane in self._lanes.values():
+      for future in lane:
+        future.set_exception(worker.WorkerLostError(error.kind, str(error)))
+    self._lanes.clear()
+
+  # -- Workers -----------------------------------------------------------------
 
   def _chore(self, work) -> None:
     # The event loop itself holds tasks only weakly.
@@ -222,83 +220,124 @@ class Pool:
   async def _build(self) -> None:
     backoff_s = 0.1
     while True:
-      worker = Worker(self._env_name, self._lost)
-      self._alive.add(worker)
-      try:
-        await worker.built()
-      except WorkerLostError as error:
-        self._failures += 1
-        _log.warning('%s cannot be built: %s', self._env_name, error)
-        if self._failures >= self.size and not self._alive:
-          self._deny(error)
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-        continue
-      self._failures = 0
-      self._lend(worker)
-      return
+      async with self._builds:
+        made = worker.Worker(
+          self._env_name, self._limits.message_bytes, self._lost
+        )
+        self._alive.add(made)
+        try:
+          await made.build()
+          break
+        except worker.WorkerLostError as error:
+          self._failures += 1
+          _log.warning('%s cannot be built: %s', self._env_name, error)
+          if self._failures >= min(_HOPELESS, self.size) and not self.ready:
+            self._deny(error)
+      await asyncio.sleep(backoff_s)
+      backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+    self._failures = 0
+    self._built += 1
+    # Those of the first hour do not all reach their last episode together.
+    if limit := self._limits.episodes:
+      share = (self._built - 1) % self.size / (2 * self.size)
+      made.episodes = int(limit * share)
+    self._free(made)
 
-  async def _take_back(self, worker: Worker) -> None:
-    await worker.settle(self._deadline_s)
-    if not worker.lost:
-      self._lend(worker)
+  def _free(self, free: worker.Worker) -> None:
+    self._idle.append(free)
+    self._serve()
 
-  def _lend(self, worker: Worker) -> None:
-    while self._waiting:
-      future = self._waiting.popleft()
-      if not future.done():
-        future.set_result(worker)
-        return
-    self._idle.append(worker)
+  async def _take_back(self, lent: worker.Worker) -> None:
+    await lent.settle(self._limits.call_s)
+    if self._lent.pop(lent, None) is None:
+      return  # Lost meanwhile.
+    cap = self._limits.memory_bytes
+    if self._limits.episodes and lent.episodes >= self._limits.episodes:
+      await self._retire(lent, 'episodes')
+    elif cap and lent.memory_bytes > cap:
+      await self._retire(lent, 'memory')
+    else:
+      self._free(lent)
 
-  def _deny(self, error: WorkerLostError) -> None:
-    while self._waiting:
-      future = self._waiting.popleft()
-      if not future.done():
-        future.set_exception(WorkerLostError(str(error)))
+  async def _retire(self, old: worker.Worker, reason: str) -> None:
+    """Replaces a worker that has done nothing wrong."""
+    self._meter.restart(reason)
+    _log.info(
+      'replacing a %s worker after %d episodes (%s)',
+      self._env_name,
+      old.episodes,
+      reason,
+    )
+    await old.close()
 
-  def _lost(self, worker: Worker) -> None:
-    self._alive.discard(worker)
-    if worker in self._idle:
-      self._idle.remove(worker)
+  def _lost(self, gone: worker.Worker) -> None:
+    self._alive.discard(gone)
+    if gone in self._idle:
+      self._idle.remove(gone)
+    if client := self._lent.pop(gone, ''):
+      self._less(client)
+      self._serve()
     # One that dies unbuilt is seen to by `_build`.
-    if worker.ready and not self._closing:
-      _log.warning('replacing a %s worker: %s', self._env_name, worker.lost)
-      self._chore(self._build())
-
-
-def _work(
-  env_name: str, connection: multiprocessing.connection.Connection, parent: int
-) -> None:
-  """Body of the worker process: answers calls until the pipe closes."""
-  # A Ctrl-C in the terminal reaches every process; the server decides.
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
-  lifetime.die_with_parent()
-  if os.getppid() != parent:
-    return
-  try:
-    made = env.module(env_name).make_env()
-  except Exception as error:
-    connection.send(('failed', _describe(error)))
-    return
-  connection.send(('ok', None))
-  while True:
-    try:
-      method, args = connection.recv()
-    except (EOFError, OSError):
-      made.close()
+    if not gone.ready or self._closing:
       return
+    gone.ready = False
+    if gone.kind != 'closed':
+      self._meter.restart(gone.kind)
+      _log.warning('replacing a %s worker: %s', self._env_name, gone.lost)
+    self._chore(self._build())
+
+  # -- Health ------------------------------------------------------------------
+
+  async def _look_after(self) -> None:
+    """Finds workers that hang or swell, for ever."""
+    loop = asyncio.get_running_loop()
+    measured_s = 0.0
+    while True:
+      before_s = loop.time()
+      await asyncio.sleep(_ROUND_S)
+      if loop.time() - before_s > 3 * _ROUND_S:
+        continue  # We were stopped; what they said meanwhile is still unread.
+      for one in [w for w in self._alive if w.ready]:
+        if one.silent_s > _SILENCE_S:
+          one.kill('hung', f'no sign of life for {_SILENCE_S:g} s')
+      now = loop.time()
+      for one in list(self._idle):
+        if now - one.checked_s > _PING_EVERY_S:
+          self._idle.remove(one)
+          self._chore(self._check(one))
+      if now - measured_s > _MEASURE_EVERY_S:
+        measured_s = now
+        await self._measure()
+
+  async def _check(self, idle: worker.Worker) -> None:
     try:
-      answer = ('ok', getattr(made, method)(*args))
-    except env.TaskError as error:
-      answer = ('task', str(error))
-    except Exception as error:
-      answer = ('failed', _describe(error))
-    connection.send(answer)
-    if method == 'close' or answer[0] == 'failed':
-      return
+      await idle.ping(_PING_DEADLINE_S)
+    except worker.WorkerLostError:
+      return  # It is being replaced.
+    self._free(idle)
+
+  async def _measure(self) -> None:
+    by_pid = {w.pid: w for w in self._alive if w.ready}
+    # In a thread: with a thousand processes it takes a while.
+    used = await asyncio.to_thread(_resident_bytes, set(by_pid))
+    cap = self._limits.memory_bytes
+    for pid, one in by_pid.items():
+      one.memory_bytes = used.get(pid, 0)
+      if cap and one.memory_bytes > 2 * cap:
+        one.kill(
+          'memory',
+          f'it held {one.memory_bytes >> 20} MB, twice what --memory-mb allows',
+        )
 
 
-def _describe(error: Exception) -> str:
-  lines = str(error).strip().splitlines() or ['']
-  return f'{type(error).__name__}: {lines[0]}'
+def _resident_bytes(groups: set[int]) -> dict[int, int]:
+  """Resident memory of each of the process groups, bytes."""
+  used: collections.Counter[int] = collections.Counter()
+  for pid in psutil.pids():
+    try:
+      group = os.getpgid(pid)
+      if group in groups:
+        used[group] += psutil.Process(pid).memory_info().rss
+    except (ProcessLookupError, PermissionError, psutil.Error):
+      continue  # It has just ended, or is none of ours.
+  return used

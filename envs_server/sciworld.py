@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 
-from envs_server import env, java, lifetime
+from envs_server import env, java, lifetime, sciworld_sets
 
 # A constant hash puts objects into every hash table of the engine in the
 # order in which it made them. With Java's random hashes the order of objects
@@ -33,8 +33,13 @@ _SPLITS = {
   'dev': 'getVariationsDev',
   'test': 'getVariationsTest',
 }
+# Not the tasks that publications call test; see `sciworld_sets`.
+_STAND_IN = 'agentgym_standin'
 _OPTION = 'simplifications'
 _ELECTRICAL = ('power-component', 'conductivity')
+_NO_ELECTRICAL = 'noElectricalAction'
+# What the engine makes of `easy`; `noElectricalAction` where a task allows it.
+_EASY = ('teleportAction', 'openDoors', 'selfWateringFlowerPots')
 _UNKNOWN_ACTION = 'No known action matches that input.'
 _ACTION_FORMAT = (
   'One command a turn. Commands: look around, inventory, look at X, look in X, '
@@ -95,29 +100,25 @@ class ScienceWorld:
       for split, getter in _SPLITS.items():
         listed = getattr(self._engine, getter)().toString()
         indices[split][name] = tuple(map(int, re.findall(r'\d+', listed)))
+    indices[_STAND_IN] = sciworld_sets.stand_in(indices['test'])
     simplifications = self._engine.getPossibleSimplifications().split(', ')
     return env.Catalog(
       version=f'scienceworld {importlib.metadata.version("scienceworld")}',
       action_format=_ACTION_FORMAT,
       indices=indices,
       options={_OPTION: ('easy', *simplifications)},
+      sets=sciworld_sets.sets(tuple(indices['test'])),
     )
 
   def reset(
     self, task: env.Task, expert: bool = False, admissible: bool = False
   ) -> env.Observation:
     """See `env.TextEnv`. Takes 0.1 s; with the expert up to 10 s."""
-    simplifications = task.options.get(_OPTION, '')
-    if 'noElectricalAction' in simplifications.split(',') and any(
-      word in task.name for word in _ELECTRICAL
-    ):
-      raise env.TaskError(
-        f'{task.name} needs electrical actions; leave noElectricalAction out '
-        f'of {_OPTION} {simplifications!r}.'
-      )
     # Loading alone gives a fresh state; the engine's own reset() gives the
     # same one at four times the cost.
-    error = self._engine.load(task.name, task.index, simplifications, expert)
+    error = self._engine.load(
+      task.name, task.index, _simplifications(task), expert
+    )
     if error:
       raise RuntimeError(f'{task} does not load: {error}')
     solution = ()
@@ -126,6 +127,7 @@ class ScienceWorld:
       if not solution or solution[0].startswith('ERROR'):
         raise RuntimeError(f'{task} has no solution: {solution}')
     self._admissible = admissible
+    self._over = False
     return self._observe(
       self._engine.step('look around'),
       goal=self._engine.getTaskDescription(),
@@ -134,6 +136,7 @@ class ScienceWorld:
 
   def step(self, action: str) -> env.Observation:
     """See `env.TextEnv`."""
+    assert not self._over, 'The engine plays on after the end, and scores.'
     py4j = importlib.import_module('py4j.protocol')
     try:
       text = self._engine.step(' '.join(action.split()))
@@ -146,6 +149,10 @@ class ScienceWorld:
       return self._observe(_UNKNOWN_ACTION, info={'exception': name})
     return self._observe(text)
 
+  def ping(self) -> None:
+    """See `env.TextEnv`. Takes 0.1 ms; hangs if the JVM does."""
+    self._engine.getScore()
+
   def close(self) -> None:
     """See `env.TextEnv`."""
     self._jvm.kill()
@@ -154,11 +161,20 @@ class ScienceWorld:
   def _observe(self, text: str, **fields) -> env.Observation:
     # Finer than any step of the score, and free of noise such as 8.3333333.
     score = round(100.0 * self._engine.getScore(), 2)
+    if score < 0:
+      interface = self._engine.agentInterface().get()
+      if interface.isInErrorState():
+        # Its own fault, for which it gives -100 as for a lost episode.
+        raise RuntimeError(f'the engine failed: {text.strip()}')
+    # The engine's getCompleted would be one more round trip to learn that the
+    # score is full, which it is with the last part of the task and not before.
+    success = score >= _FULL_SCORE
+    self._over = success or score < 0
     return env.Observation(
       text=text.strip(),
       score=score,
-      success=score >= _FULL_SCORE,
-      terminated=self._engine.getCompleted() or score < 0,
+      success=success,
+      terminated=self._over,
       admissible=self._list_admissible() if self._admissible else (),
       **fields,
     )
@@ -168,6 +184,29 @@ class ScienceWorld:
       '\n', self._engine.getValidActionObjectCombinations()
     )
     return tuple(joined.split('\n'))
+
+
+def _simplifications(task: env.Task) -> str:
+  """The simplifications of a task as the engine takes them.
+
+  It knows `easy` only alone, and takes a list that has it for an error of the
+  whole episode; so it is written out here.
+
+  Raises:
+    TaskError: the task cannot be done with them.
+  """
+  given = task.options.get(_OPTION, '')
+  names = [name for name in given.split(',') if name]
+  electrical = any(word in task.name for word in _ELECTRICAL)
+  if electrical and _NO_ELECTRICAL in names:
+    raise env.TaskError(
+      f'{task.name} needs electrical actions; leave {_NO_ELECTRICAL} out of '
+      f'{_OPTION} {given!r}.'
+    )
+  if 'easy' in names:
+    names.remove('easy')
+    names += _EASY if electrical else (*_EASY, _NO_ELECTRICAL)
+  return ','.join(dict.fromkeys(names))
 
 
 def _start_jvm():

@@ -129,6 +129,9 @@ class Toy:
       text = self._look()
     return self._observe(text)
 
+  def ping(self) -> None:
+    """See `env.TextEnv`."""
+
   def close(self) -> None:
     """See `env.TextEnv`."""
 

@@ -31,7 +31,9 @@ def command(pid):
 
 def workers_of(pid):
   """Process ids of the workers of a service."""
-  return sorted(p for p in descendants(pid) if 'spawn_main' in command(p))
+  return sorted(
+    p for p in descendants(pid) if 'envs_server.child' in command(p)
+  )
 
 
 def javas_of(pid):

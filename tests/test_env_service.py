@@ -526,16 +526,18 @@ def test_service_of_another_kind_is_told_apart():
   asyncio.run(body())
 
 
-def test_taken_port_is_named(monkeypatch):
+def test_taken_port_is_named(monkeypatch, capfd):
   monkeypatch.setattr(serve, '_BIND_DEADLINE_S', 0.1)
 
   async def body():
     first, second = (grpc.aio.server(options=serve._OPTIONS) for _ in '12')
-    port = await serve._bind(first, '127.0.0.1', 0)
+    port = await serve._bind(first, '127.0.0.1', 0, None)
     with pytest.raises(RuntimeError, match=f'127.0.0.1:{port} .*--port=0'):
-      await serve._bind(second, '127.0.0.1', port)
+      await serve._bind(second, '127.0.0.1', port, None)
 
   asyncio.run(body())
+  # gRPC itself would fill the screen.
+  assert capfd.readouterr() == ('', '')
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
@@ -604,7 +606,12 @@ def test_stop_ends_everything_and_may_be_repeated():
   'env_name, options, told',
   [
     ('alfword', (), "unknown environment 'alfword'; known: .*sciworld, .*toy"),
-    ('toy', ('--workers=0',), '--workers=0 must be at least 1'),
+    ('toy', ('--workers=0',), "--workers: '0' must be at least 1"),
+    ('toy', ('--step-deadline-s=nan',), "'nan' must be seconds above 0"),
+    ('toy', ('--idle-s=inf',), "--idle-s: 'inf' must be seconds above 0"),
+    ('toy', ('--queue=-1',), "--queue: '-1' must be 0 or a whole number"),
+    ('toy', ('--metrics=9090',), "'9090' must be HOST:PORT"),
+    ('toy', ('--max-action-bytes=2000000',), 'must be below --max-message-byt'),
     ('toy', ('--latency-ms=5',), "'5' must be LO,HI in milliseconds"),
     ('toy', ('--latency-ms=9,5',), "'9,5' must be LO,HI"),
     ('toy', ('--prot=1',), 'unrecognized arguments: --prot=1'),
@@ -613,6 +620,12 @@ def test_stop_ends_everything_and_may_be_repeated():
 def test_bad_flags_are_named(env_name, options, told):
   with pytest.raises(RuntimeError, match=told):
     env_service.LocalService(env_name, 1, options=options).start()
+
+
+def test_port_that_is_none_is_named(capsys):
+  with pytest.raises(SystemExit):
+    serve.main(['--env=toy', '--port=70000'])
+  assert '--port=70000 must be from 0 to 65535' in capsys.readouterr().err
 
 
 def test_latency_changes_nothing_but_time():
@@ -628,3 +641,12 @@ def test_latency_changes_nothing_but_time():
     slowly = with_client(slow.address, body)
     quickly = with_client(fast.address, body)
   assert [seen for seen, _ in slowly] == [seen for seen, _ in quickly]
+
+
+def test_service_by_itself_has_the_versions_of_the_whole():
+  root = pathlib.Path(serve.__file__).parents[1]
+  whole = (root / 'requirements.txt').read_text().splitlines()
+  alone = (root / 'envs_server/requirements.txt').read_text().splitlines()
+  pins = [line for line in alone if not line.startswith('#')]
+  assert len(pins) == 8
+  assert set(pins) <= set(whole)

@@ -29,8 +29,6 @@ def main(argv: list[str]) -> None:
   lifetime.die_with_parent()
   if os.getppid() != parent:
     return
-  # The server ends us; a Ctrl-C in its terminal is for it to answer.
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
   pipe = _Pipe(socket.socket(fileno=fd), max_bytes)
   threading.Thread(target=pipe.beat, daemon=True).start()
   try:

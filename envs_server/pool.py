@@ -125,8 +125,14 @@ class Pool:
       self._chore(self._build())
     self._chore(self._look_after())
 
-  async def acquire(self, client: str) -> worker.Worker:
+  async def acquire(
+    self, client: str, *, bounded: bool = True
+  ) -> worker.Worker:
     """Waits for a free worker in the queue of `client`.
+
+    Args:
+      client: who asks.
+      bounded: the queue may turn it away.
 
     Raises:
       QueueFullError: too many wait already.
@@ -135,12 +141,8 @@ class Pool:
     future = asyncio.get_running_loop().create_future()
     self._lanes.setdefault(client, collections.deque()).append(future)
     self._serve()
-    if not future.done() and self.waiting > self._limits.queue:
-      self._leave(client, future)
-      raise QueueFullError(
-        f'{self._limits.queue} episodes wait for one of {self.size} workers '
-        'already, and no more may (--queue)'
-      )
+    if bounded and not future.done() and self.waiting > self._limits.queue:
+      self._turn_one_away(client)
     try:
       return await future
     except asyncio.CancelledError:
@@ -174,6 +176,9 @@ class Pool:
     """Gives idle workers to those who wait."""
     while self._idle and (client := self._next_client()):
       future = self._lanes[client].popleft()
+      if future.done():  # It is leaving, but has not come to it yet.
+        self._drop_lane(client)
+        continue
       self._lanes.move_to_end(client)
       self._drop_lane(client)
       lent = self._idle.popleft()
@@ -188,6 +193,22 @@ class Pool:
       if not limit or self._playing[client] < limit:
         return client
     return ''
+
+  def _turn_one_away(self, newcomer: str) -> None:
+    """Makes room: the last of those goes of whom most wait."""
+    lane = max(self._lanes.values(), key=len)
+    if len(lane) == len(self._lanes[newcomer]):
+      lane = self._lanes[newcomer]
+    future = lane.pop()
+    if not future.done():
+      future.set_exception(
+        QueueFullError(
+          f'{self._limits.queue} episodes wait for one of {self.size} workers '
+          'already, and no more may (--queue)'
+        )
+      )
+    for client in [c for c, waiting in self._lanes.items() if not waiting]:
+      del self._lanes[client]
 
   def _less(self, client: str) -> None:
     self._playing[client] -= 1
@@ -206,7 +227,8 @@ class Pool:
   def _deny(self, error: worker.WorkerLostError) -> None:
     for lane in self._lanes.values():
       for future in lane:
-        future.set_exception(worker.WorkerLostError(error.kind, str(error)))
+        if not future.done():
+          future.set_exception(worker.WorkerLostError(error.kind, str(error)))
     self._lanes.clear()
 
   # -- Workers -----------------------------------------------------------------

@@ -341,7 +341,7 @@ async def _bring_up(
       tls_client_ca=args.tls_client_ca,
     )
   workers.start()
-  lent = await workers.acquire('the service')
+  lent = await workers.acquire('the service', bounded=False)
   try:
     catalog = await lent.catalog(args.reset_deadline_s)
   finally:

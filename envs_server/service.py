@@ -9,11 +9,12 @@ import dataclasses
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf import message
 
 from envs_server import (
   access,
@@ -25,6 +26,8 @@ from envs_server import (
   worker,
 )
 
+T = TypeVar('T')
+
 SERVICE = text_env_pb2.DESCRIPTOR.services_by_name['TextEnv'].full_name
 
 _PAGE_SIZE = 1000
@@ -32,7 +35,8 @@ _PAGE_SIZE = 1000
 # a message repeats its last one; more is kindness, all of them would be a way
 # to fill our memory.
 _KEPT = 16
-# Characters of an error; it travels in a header, which is small.
+# Bytes of an error; it travels in a header, which is small, and in which a
+# byte may take three.
 _LONGEST_ERROR = 1000
 
 
@@ -132,13 +136,13 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
     self,
     requests: AsyncIterator[text_env_pb2.PlayRequest],
     context: grpc.aio.ServicerContext,
-  ) -> AsyncIterator[text_env_pb2.Reply]:
-    first = await anext(requests, None)
-    if first is None:
-      return
+  ) -> None:
     record = _Record()
     lent: worker.Worker | None = None
     try:
+      first = await self._soon(anext(requests, None), 'no message came')
+      if first is None:
+        return
       start, task = self._check_start(first)
       with _clocked(self._meter.queued):
         lent = await self._pool.acquire(access.client_of(context, self._access))
@@ -157,10 +161,10 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
           self._pool.release(lent)
           lent = None
         await self._delay()
-        yield reply
+        await self._write(context, reply)
         act = await self._next_act(requests, record)
         while act is not None and act.turn <= record.turn:
-          yield record.again(act.turn)
+          await self._write(context, record.again(act.turn))
           act = await self._next_act(requests, record)
         if act is None:
           return
@@ -172,6 +176,8 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
       if record.outcome == 'refused':  # It had not, in the queue.
         record.outcome = 'abandoned'
       raise
+    except grpc.aio.InternalError:
+      return  # The client went away while we wrote to it.
     except _ENDS as error:
       code, told = self._explain(error, lent, record)
       await _refuse(context, code, told)
@@ -217,13 +223,7 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
       _OrderError: no act of that turn can be taken now.
       _IdleError: none came for too long.
     """
-    try:
-      async with asyncio.timeout(self._limits.idle_s):
-        request = await anext(requests, None)
-    except TimeoutError:
-      raise _IdleError(
-        f'no act came for {self._limits.idle_s:g} s (--idle-s)'
-      ) from None
+    request = await self._soon(anext(requests, None), 'no act came')
     if request is None:
       return None
     if request.WhichOneof('message') != 'act' or request.act.turn < 1:
@@ -241,6 +241,25 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
       )
     return act
 
+  async def _write(
+    self, context: grpc.aio.ServicerContext, reply: text_env_pb2.Reply
+  ) -> None:
+    await self._soon(context.write(reply), 'no reply was read')
+
+  async def _soon(self, work: Awaitable[T], what: str) -> T:
+    """Waits for the client.
+
+    Raises:
+      _IdleError: it lets us wait for too long.
+    """
+    try:
+      async with asyncio.timeout(self._limits.idle_s):
+        return await work
+    except TimeoutError:
+      raise _IdleError(
+        f'{what} for {self._limits.idle_s:g} s (--idle-s)'
+      ) from None
+
   async def _delay(self) -> None:
     if self._limits.latency_ms[1]:
       await asyncio.sleep(self._random.uniform(*self._limits.latency_ms) / 1000)
@@ -252,6 +271,8 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
     code, told = grpc.StatusCode.INVALID_ARGUMENT, str(error)
     if isinstance(error, _OrderError):
       code = grpc.StatusCode.FAILED_PRECONDITION
+    elif isinstance(error, message.DecodeError):
+      told = 'that is no message of text_env.proto.'
     elif isinstance(error, pool.QueueFullError):
       code = grpc.StatusCode.RESOURCE_EXHAUSTED
     elif isinstance(error, worker.TooLargeError):
@@ -283,6 +304,7 @@ class _IdleError(Exception):
 
 _ENDS = (
   env.TaskError,
+  message.DecodeError,
   pool.QueueFullError,
   worker.TooLargeError,
   worker.WorkerLostError,
@@ -374,8 +396,8 @@ def _clocked(tell: Callable[[float], None]) -> Iterator[None]:
 async def _refuse(
   context: grpc.aio.ServicerContext, code: grpc.StatusCode, told: str
 ) -> NoReturn:
-  if len(told) > _LONGEST_ERROR:
-    told = told[:_LONGEST_ERROR] + ' [cut]'
+  if len(told.encode()) > _LONGEST_ERROR:
+    told = told.encode()[:_LONGEST_ERROR].decode(errors='ignore') + ' [cut]'
   await context.abort(code, told)
 
 

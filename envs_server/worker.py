@@ -111,7 +111,8 @@ class Worker:
           # Our standard output is read by whoever started us.
           stdout=sys.__stderr__.fileno(),
           env=os.environ | {'PYTHONPATH': _python_path()},
-          # A group, so that what an environment starts ends with it.
+          # A group, so that what an environment starts ends with it, and a
+          # Ctrl-C in the terminal is for the service to answer.
           process_group=0,
         )
       self._reader, self._writer = await asyncio.open_connection(

@@ -119,15 +119,55 @@ def test_queue_is_bounded():
       waiting = [asyncio.ensure_future(made.acquire('one')) for _ in '12']
       await until(lambda: made.waiting == 2)
       with pytest.raises(pool.QueueFullError, match='2 episodes wait for one'):
-        await made.acquire('two')
+        await made.acquire('one')
       # One that leaves makes room.
       waiting[0].cancel()
       await until(lambda: made.waiting == 1)
       other = asyncio.ensure_future(made.acquire('two'))
       await until(lambda: made.waiting == 2)
+      with pytest.raises(pool.QueueFullError):
+        await made.acquire('two')
       made.release(holding)
       made.release(await waiting[1])
       made.release(await other)
+
+  run(body())
+
+
+def test_full_queue_turns_away_the_client_of_whom_most_wait():
+  async def body():
+    async with started(1, queue=3) as (made, _):
+      holding = await made.acquire('one')
+      many = []
+      for count in range(1, 4):
+        many.append(asyncio.ensure_future(made.acquire('one')))
+        await until(lambda: made.waiting == count)  # noqa: B023
+      other = asyncio.ensure_future(made.acquire('two'))
+      # The last of the many makes room.
+      with pytest.raises(pool.QueueFullError):
+        await many[2]
+      assert made.waiting == 3 and not other.done()
+      made.release(holding)
+      for future in (many[0], other, many[1]):
+        made.release(await asyncio.wait_for(future, 5.0))
+
+  run(body())
+
+
+def test_those_who_leave_together_cost_no_worker():
+  """A client that plays one and waits for more drops its connection."""
+
+  async def body():
+    async with started(1, client=1) as (made, _):
+      holding = await made.acquire('one')
+      waiting = [asyncio.ensure_future(made.acquire('one')) for _ in '123']
+      await until(lambda: made.waiting == 3)
+      for future in waiting:
+        future.cancel()
+      made.release(holding)  # Before they have come to leave the queue.
+      await asyncio.gather(*waiting, return_exceptions=True)
+      assert (await play(made, 'hello'))[0] == 'hello'
+      assert made.waiting == made.clients == 0
 
   run(body())
 

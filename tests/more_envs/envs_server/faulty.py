@@ -1,7 +1,8 @@
 """An environment that does on command what environments should not.
 
 Actions: `sleep S`, `hold MB` (memory), `say N` (characters), `exit CODE`,
-`raise WORDS`, `start` (a child process that would sleep for ever), `count`
+`odd` (characters that no message may hold), `raise WORDS`, `start` (a child
+process that would sleep for ever), `pid` (answers with our process id), `count`
 (answers how many actions this episode has taken), anything else (answers with
 the action). `reset` of index 1 sleeps for ever; the tasks of index 2 and more
 are well.
@@ -46,11 +47,15 @@ class Faulty:
       return env.Observation('x' * int(rest))
     elif word == 'exit':
       os._exit(int(rest))
+    elif word == 'odd':
+      return env.Observation('\ud800 \0 é', info={'\udfff': 'x'})
     elif word == 'raise':
       raise RuntimeError(rest)
     elif word == 'start':
       child = subprocess.Popen(['sleep', '1000000'])
       return env.Observation(str(child.pid))
+    elif word == 'pid':
+      return env.Observation(str(os.getpid()))
     elif word == 'count':
       return env.Observation(str(self._count))
     return env.Observation(action, score=float(self._count))

@@ -317,9 +317,10 @@ class Pool:
     while True:
       before_s = loop.time()
       await asyncio.sleep(_ROUND_S)
-      if loop.time() - before_s > 3 * _ROUND_S:
-        continue  # We were stopped; what they said meanwhile is still unread.
+      stopped = loop.time() - before_s > 3 * _ROUND_S
       for one in [w for w in self._alive if w.ready]:
+        if stopped:  # We were, and with the whole machine so were they.
+          one.pardon()
         if one.silent_s > _SILENCE_S:
           one.kill('hung', f'no sign of life for {_SILENCE_S:g} s')
       now = loop.time()

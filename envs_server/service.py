@@ -180,7 +180,11 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
       return  # The client went away while we wrote to it.
     except _ENDS as error:
       code, told = self._explain(error, lent, record)
-      await _refuse(context, code, told)
+      if lent is not None:  # No worker waits until the client has read it.
+        self._pool.release(lent)
+        lent = None
+      with contextlib.suppress(grpc.aio.InternalError):
+        await _refuse(context, code, told)
     finally:
       if lent is not None:
         self._pool.release(lent)

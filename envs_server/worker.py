@@ -19,8 +19,6 @@ from typing import Any
 
 from envs_server import child, env
 
-# Catalogs are the longest answers.
-_LONGEST_LINE = 64 << 20
 _BUILD_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 2.0
 _EXIT_DEADLINE_S = 10.0
@@ -77,8 +75,7 @@ class Worker:
     self._reply: asyncio.Future = self._loop.create_future()
     self._heard_s = 0.0  # 0: nothing was heard yet.
     self._process: subprocess.Popen | None = None
-    self._writer: asyncio.StreamWriter | None = None
-    self._listening: asyncio.Task | None = None
+    self._pipe: asyncio.Transport | None = None
 
   @property
   def pid(self) -> int:
@@ -88,6 +85,10 @@ class Worker:
   def silent_s(self) -> float:
     """Seconds without a sign of life; 0 before the first."""
     return self._loop.time() - self._heard_s if self._heard_s else 0.0
+
+  def pardon(self) -> None:
+    """Counts silence from now on."""
+    self._heard_s = self._loop.time()
 
   async def build(self) -> None:
     """Starts the process and waits until its environment is built.
@@ -115,10 +116,9 @@ class Worker:
           # Ctrl-C in the terminal is for the service to answer.
           process_group=0,
         )
-      self._reader, self._writer = await asyncio.open_connection(
-        sock=ours, limit=_LONGEST_LINE
+      self._pipe, _ = await self._loop.create_connection(
+        lambda: _Lines(self._hear, self._end), sock=ours
       )
-      self._listening = asyncio.ensure_future(self._listen())
       await self._answer('start', _BUILD_DEADLINE_S, 'deadline')
     except OSError as error:
       ours.close()
@@ -195,9 +195,8 @@ class Worker:
       except ProcessLookupError:
         pass  # It ended by itself and took everything with it.
       self._reaping = asyncio.ensure_future(self._exited(_EXIT_DEADLINE_S))
-    if self._writer is not None:
-      self._writer.transport.abort()
-      self._listening.cancel()
+    if self._pipe is not None:
+      self._pipe.abort()
     if not self._reply.done():
       self._reply.set_result((kind, why))
     self._on_lost(self)
@@ -210,17 +209,18 @@ class Worker:
     self._reply = self._loop.create_future()
     call = {'method': method, 'args': args}
     # Calls are short and one at a time, so they never pile up in the buffer.
-    self._writer.write(json.dumps(call).encode() + b'\n')
+    self._pipe.write(json.dumps(call).encode() + b'\n')
     return await self._answer(method, deadline_s, late)
 
   async def _answer(self, method: str, deadline_s: float, late: str) -> Any:
     try:
       async with asyncio.timeout(deadline_s):
-        # The answer outlives a caller who is cancelled: see `settle`.
-        kind, value = await asyncio.shield(self._reply)
+        kind, value = await self._reply
     except TimeoutError:
       self.kill(late, f'{method} took over {deadline_s:g} s')
       raise WorkerLostError(self.kind, self.lost) from None
+    finally:
+      self._renew()
     if kind == 'task':
       raise env.TaskError(value)
     if kind == 'large':
@@ -232,17 +232,30 @@ class Worker:
     self.checked_s = self._loop.time()
     return value
 
-  async def _listen(self) -> None:
-    """Takes what the process says, to its end."""
+  def _hear(self, line: bytes) -> None:
+    """Takes one thing that the process says."""
+    self.pardon()
     try:
-      while line := await self._reader.readline():
-        self._heard_s = self._loop.time()
-        message = json.loads(line)
-        if message and not self._reply.done():
-          self._reply.set_result((message['kind'], message['value']))
-    except (OSError, ValueError, KeyError) as error:
+      message = json.loads(line)
+      said = (message['kind'], message['value']) if message else None
+    except (ValueError, KeyError, TypeError) as error:
       self.kill('died', f'the worker process wrote nonsense ({error})')
       return
+    self._renew()
+    if said and not self._reply.done():
+      self._reply.set_result(said)
+
+  def _renew(self) -> None:
+    """The answer outlives a caller who is cancelled: see `settle`."""
+    if self._reply.cancelled():
+      self._reply = self._loop.create_future()
+
+  def _end(self) -> None:
+    """The process has closed its end of the pipe."""
+    if not self.lost:
+      self._ending = asyncio.ensure_future(self._tell_end())
+
+  async def _tell_end(self) -> None:
     await self._exited(1.0)
     code = self._process.poll()
     how = 'closed its pipe'
@@ -259,6 +272,34 @@ class Worker:
     deadline = self._loop.time() + within_s
     while self._process.poll() is None and self._loop.time() < deadline:
       await asyncio.sleep(0.01)
+
+
+class _Lines(asyncio.Protocol):
+  """Passes on what comes line by line.
+
+  A stream with a task that reads it would cost the task's turn of the event
+  loop for every line.
+  """
+
+  def __init__(
+    self, on_line: Callable[[bytes], None], on_end: Callable[[], None]
+  ):
+    self._on_line = on_line
+    self._on_end = on_end
+    self._parts: list[bytes] = []
+
+  def data_received(self, data: bytes) -> None:
+    *lines, rest = data.split(b'\n')
+    if lines:
+      lines[0] = b''.join((*self._parts, lines[0]))
+      self._parts.clear()
+    if rest:
+      self._parts.append(rest)
+    for line in lines:
+      self._on_line(line)
+
+  def connection_lost(self, error: Exception | None) -> None:
+    self._on_end()
 
 
 def _python_path() -> str:

@@ -434,6 +434,7 @@ def test_idle_worker_whose_environment_hangs_is_found_by_asking(monkeypatch):
   monkeypatch.setattr(pool, '_ROUND_S', 0.1)
   monkeypatch.setattr(pool, '_PING_EVERY_S', 0.3)
   monkeypatch.setattr(pool, '_PING_DEADLINE_S', 1.0)
+  monkeypatch.setattr(pool, '_SILENCE_S', 1e9)
 
   async def body():
     async with started(1) as (made, meter):
@@ -447,16 +448,20 @@ def test_idle_worker_whose_environment_hangs_is_found_by_asking(monkeypatch):
   run(body())
 
 
-def test_server_that_was_stopped_itself_blames_nobody(monkeypatch):
+def test_workers_that_stood_still_with_the_service_are_not_blamed(monkeypatch):
   monkeypatch.setattr(pool, '_ROUND_S', 0.1)
   monkeypatch.setattr(pool, '_SILENCE_S', 4.0)
 
   async def body():
     async with started(1) as (made, meter):
-      time.sleep(6.0)  # Nothing is read meanwhile, as if we were stopped.
-      await asyncio.sleep(1.0)
+      (idle,) = made._idle
+      await asyncio.sleep(2.5)  # It has spoken.
+      os.kill(idle.pid, signal.SIGSTOP)
+      time.sleep(5.0)  # The service stands still as well.
+      os.kill(idle.pid, signal.SIGCONT)
+      await asyncio.sleep(3.0)
       assert not meter.restarts
-      assert (await play(made, 'hello'))[0] == 'hello'
+      assert await play(made, 'hello') == ('hello', idle.pid)
 
   run(body())
 

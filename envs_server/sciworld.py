@@ -204,9 +204,8 @@ def _simplifications(task: env.Task) -> str:
       f'{_OPTION} {given!r}.'
     )
   if 'easy' in names:
-    names.remove('easy')
     names += _EASY if electrical else (*_EASY, _NO_ELECTRICAL)
-  return ','.join(dict.fromkeys(names))
+  return ','.join(dict.fromkeys(name for name in names if name != 'easy'))
 
 
 def _start_jvm():

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# In the order of the engine's task numbers, 1-1 to 8-2 with gaps, in which
-# AgentGym counts its tasks.
+# In the order of the engine's task numbers.
 AGENTGYM23 = (
   'boil',
   'melt',

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import grpc
 import grpc.aio
+from google.protobuf import message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -37,6 +38,8 @@ _OPTIONS = (
   # Finds clients that vanished without a word, so that their workers are free.
   ('grpc.keepalive_time_ms', 20_000),
   ('grpc.keepalive_timeout_ms', 10_000),
+  # A minute by default, and the longer of the two counts.
+  ('grpc.http2.ping_timeout_ms', 10_000),
   ('grpc.keepalive_permit_without_calls', 1),
   ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
   ('grpc.http2.max_ping_strikes', 0),
@@ -55,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   logging.basicConfig(
     level=logging.WARNING, format='envs_server: %(levelname)s %(message)s'
   )
+  logging.getLogger('grpc._cython.cygrpc').addFilter(_is_ours)
   check = getattr(env.module(args.env), 'check', None)
   try:
     granted = access.grant(
@@ -73,6 +77,16 @@ def main(argv: Sequence[str] | None = None) -> None:
   except (RuntimeError, access.AccessError, worker.WorkerLostError) as error:
     print(f'envs_server: {error}', file=sys.stderr, flush=True)
     sys.exit(1)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+  """Keeps out of the log what any client can put there, as often as it likes.
+
+  gRPC tells of every message that is nonsense, with a traceback.
+  """
+  return not (
+    record.exc_info and isinstance(record.exc_info[1], message.DecodeError)
+  )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -458,6 +458,7 @@ def test_workers_that_stood_still_with_the_service_are_not_blamed(monkeypatch):
       await asyncio.sleep(2.5)  # It has spoken.
       os.kill(idle.pid, signal.SIGSTOP)
       time.sleep(5.0)  # The service stands still as well.
+      await asyncio.sleep(1.0)  # It may wake up first.
       os.kill(idle.pid, signal.SIGCONT)
       await asyncio.sleep(3.0)
       assert not meter.restarts

@@ -22,13 +22,23 @@ def get_config() -> ml_collections.ConfigDict:
 
   config.env = ml_collections.ConfigDict()
   config.env.name = 'sciworld'  # sciworld | toy
-  # Servers already running, `host:port`; empty starts one on this machine.
+  # Services already running, `host:port` or `host:port,host:port`; empty starts
+  # one on this machine.
   config.env.address = ''
+  config.env.tls = False  # Speak TLS with the services.
+  # Files (PEM): of the authorities that vouch for the services, empty for those
+  # that gRPC ships; of this client's own certificate and its key, if they ask.
+  config.env.tls_ca = ''
+  config.env.tls_cert = ''
+  config.env.tls_key = ''
+  # File with the token that the services want, `TOKEN` or `NAME TOKEN`.
+  config.env.token_file = ''
   config.env.workers = 8  # Environment processes of the local service.
   config.env.options = ''  # Task options, `key=value;key=value`.
   # Extra flags of the local service, `--flag=value --flag=value`.
   config.env.server_flags = ''
-  config.env.task_types = ()  # Names; empty takes every type.
+  # Names of types, or of sets of them; empty takes every type.
+  config.env.task_types = ()
   config.env.train_split = 'train'
   config.env.eval_split = 'test'
   config.env.max_turns = 20  # Turns an episode in training.
@@ -138,7 +148,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.learner.micro_rows = 8  # Rows held at once; more are accumulated.
 
   config.eval = ml_collections.ConfigDict()
-  config.eval.episodes = 200
+  config.eval.episodes = 200  # 0: every task of the split once.
   config.eval.every = 5  # Steps; 0 evaluates before and after only.
   config.eval.temperature = 1.0
   config.eval.top_p = 1.0
@@ -186,6 +196,8 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.env.workers = 4
   config.env.options = ''
   config.env.task_types = ()
+  config.env.train_split = 'train'
+  config.env.eval_split = 'test'
   config.env.max_turns = 6
   if config.env.horizons:
     config.env.horizons = (2, 4, 6)

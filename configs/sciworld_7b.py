@@ -4,7 +4,9 @@
     --config.model.checkpoint=FOLDER
 
 Table 2 of PlanPO, arXiv 2608.17289: 68.46 overall (ScalingInter-7B 57.00,
-AgentGym-RL-7B 50.50). Same settings as the 1.5B model.
+AgentGym-RL-7B 50.50), on AgentGym's 200 test tasks. They are not shipped here:
+the 200 of `agentgym_standin` are others (envs_server/sciworld_sets.py). Same
+settings as the 1.5B model.
 """
 
 import ml_collections

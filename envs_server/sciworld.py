@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import pathlib
 import re
 import subprocess
 import tempfile
@@ -28,6 +29,8 @@ _JAVA_OPTIONS = (
   '-Xmx256m',
   '-XX:+UseSerialGC',
 )
+# Of a worker process and its JVM, for those who plan.
+MEMORY_MB = 350
 _SPLITS = {
   'train': 'getVariationsTrain',
   'dev': 'getVariationsDev',
@@ -35,6 +38,8 @@ _SPLITS = {
 }
 # Not the tasks that publications call test; see `sciworld_sets`.
 _STAND_IN = 'agentgym_standin'
+# Environment variable with the path of AgentGym's own list, if one has it.
+_LIST = 'AGENTGYM_SCIWORLD_TEST'
 _OPTION = 'simplifications'
 _ELECTRICAL = ('power-component', 'conductivity')
 _NO_ELECTRICAL = 'noElectricalAction'
@@ -62,6 +67,12 @@ def check() -> None:
       f'ScienceWorld is not installed ({error}); run '
       '`pip install scienceworld`.'
     ) from error
+  path = os.environ.get(_LIST)
+  if path and not os.path.isfile(path):
+    raise RuntimeError(
+      f"{_LIST}={path!r} names no file; give the path of AgentGym's "
+      'sciworld_test.json, or leave it unset.'
+    )
 
 
 def make_env() -> ScienceWorld:
@@ -101,6 +112,13 @@ class ScienceWorld:
         listed = getattr(self._engine, getter)().toString()
         indices[split][name] = tuple(map(int, re.findall(r'\d+', listed)))
     indices[_STAND_IN] = sciworld_sets.stand_in(indices['test'])
+    if path := os.environ.get(_LIST):
+      counts = {
+        name: sum(len(indices[split][name]) for split in _SPLITS)
+        for name in indices['test']
+      }
+      listed, left = sciworld_sets.read_list(pathlib.Path(path), counts)
+      indices |= {'agentgym_test': listed, 'agentgym_train': left}
     simplifications = self._engine.getPossibleSimplifications().split(', ')
     return env.Catalog(
       version=f'scienceworld {importlib.metadata.version("scienceworld")}',

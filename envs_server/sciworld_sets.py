@@ -9,14 +9,18 @@ to hold three types: a public reader of AgentGym's list (trace2env on GitHub,
 scripts/collect_scienceworld_measurement.py) finds exactly 53 of the 200 in
 them. The types of the other four are told by their names alone.
 
-The list itself, `sciworld_test.json` of AgentGym's data, is licensed for
-non-commercial use and is not part of this package. `stand_in` draws as many
-tasks for each column from the engine's test variations. They are other tasks:
-a score on them has the weights of the published table, not its tasks.
+The list itself, `sciworld_test.json` of AgentGym's data (AgentEval), is
+licensed for non-commercial use and is not part of this package. Who has it gets
+its tasks by `read_list`. For everybody else `stand_in` draws as many tasks for
+each column from the engine's test variations. They are other tasks: a score on
+them has the weights of the published table, not its tasks.
 """
 
 from __future__ import annotations
 
+import json
+import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 # In the order of the engine's task numbers.
@@ -116,3 +120,51 @@ def stand_in(test: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
       variations[k * len(variations) // count] for k in range(count)
     )
   return drawn
+
+
+def read_list(
+  path: pathlib.Path, variations: Mapping[str, int]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+  """AgentGym's own tasks, from its list.
+
+  AgentGym numbers the variations of its 23 types one after the other, in the
+  order of `AGENTGYM23`; an item of the list is `{"item_id": "sciworld_606"}`.
+
+  Args:
+    path: the list, JSON.
+    variations: {task type: number of variations} of the engine.
+
+  Returns:
+    {task type: variations} of the list, and of all tasks of the 23 types that
+    it leaves to learn from. Both have every type of `variations`.
+
+  Raises:
+    RuntimeError: the file cannot be read, or an item names no task.
+  """
+  try:
+    ids = [item['item_id'] for item in json.loads(path.read_text())]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise RuntimeError(
+      f'{path} is not a list of {{"item_id": "sciworld_606"}} in JSON '
+      f'({error!r})'
+    ) from error
+  numbered = [
+    (name, index) for name in AGENTGYM23 for index in range(variations[name])
+  ]
+  listed = set()
+  for item in ids:
+    match = re.fullmatch(r'sciworld_([0-9]{1,9})', str(item))
+    if not match or int(match[1]) >= len(numbered):
+      raise RuntimeError(
+        f'{path} names the item {item!r}; items are sciworld_0 to '
+        f'sciworld_{len(numbered) - 1}'
+      )
+    listed.add(numbered[int(match[1])])
+  in_list: dict[str, list[int]] = {name: [] for name in variations}
+  left: dict[str, list[int]] = {name: [] for name in variations}
+  for name, index in numbered:
+    (in_list if (name, index) in listed else left)[name].append(index)
+  return (
+    {name: tuple(found) for name, found in in_list.items()},
+    {name: tuple(found) for name, found in left.items()},
+  )

@@ -323,7 +323,12 @@ async def _serve(args: argparse.Namespace, granted: access.Access) -> None:
   try:
     await asyncio.wait([up, stopped], return_when=asyncio.FIRST_COMPLETED)
     if up.done():
-      print(f'listening on {_joined(args.host, up.result())}', flush=True)
+      port, metrics_port = up.result()
+      print(f'listening on {_joined(args.host, port)}', flush=True)
+      if metrics_port is not None:
+        print(
+          f'metrics on {_joined(args.metrics[0], metrics_port)}', flush=True
+        )
       await stopped
   finally:
     for task in (up, stopped):
@@ -339,16 +344,17 @@ async def _bring_up(
   workers: pool.Pool,
   meter: telemetry.Telemetry,
   server: grpc.aio.Server,
-) -> int:
-  """Starts workers and service; returns the port.
+) -> tuple[int, int | None]:
+  """Starts workers and service; returns their port and that of the metrics.
 
   Raises:
     worker.WorkerLostError: no worker can be built.
     RuntimeError: a port is taken.
   """
+  metrics_port = None
   if args.metrics is not None:
     meter.watch(workers)
-    meter.expose(
+    metrics_port = meter.expose(
       *args.metrics,
       tls_cert=args.tls_cert,
       tls_key=args.tls_key,
@@ -385,7 +391,7 @@ async def _bring_up(
   )
   port = await _bind(server, args.host, args.port, granted.credentials)
   await server.start()
-  return port
+  return port, metrics_port
 
 
 async def _bind(

@@ -14,6 +14,8 @@ import random
 
 from envs_server import env
 
+# Of a worker process, for those who plan.
+MEMORY_MB = 20
 _SIZES = {'train': 64, 'dev': 32, 'test': 32}
 _ROOMS = (
   'attic',

@@ -2,6 +2,7 @@
 
   python launch/evaluate.py --workdir=runs/quickstart --split=test
   python launch/evaluate.py --config=configs/quickstart.py --split=dev
+  python launch/evaluate.py --workdir=runs/sciworld_7b --episodes=0
 
 With --workdir: the newest checkpoint of that run, under its own configuration,
 on whatever devices there are. With --config: the weights that training would
@@ -31,7 +32,10 @@ _CONFIG = cli.define_config(required=False)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
 _SPLIT = flags.DEFINE_string('split', None, 'Default: config.eval_split.')
 _EPISODES = flags.DEFINE_integer(
-  'episodes', None, 'Default: config.eval.episodes.', lower_bound=1
+  'episodes',
+  None,
+  'Default: config.eval.episodes; 0: every task of the split once.',
+  lower_bound=0,
 )
 _AGENT = flags.DEFINE_enum(
   'agent',
@@ -116,7 +120,7 @@ def main() -> int:
       f'--output={_OUTPUT.value}: there is no folder to write it to.'
     )
   split = _SPLIT.value or config.env.eval_split
-  count = _EPISODES.value or config.eval.episodes
+  count = config.eval.episodes if _EPISODES.value is None else _EPISODES.value
   terminal = metrics.Terminal()
 
   stacked = None
@@ -161,10 +165,12 @@ def main() -> int:
       name += ', react' if _AGENT.value == 'react' else ''
       label = f'evaluation on {split}'
       played = {name: player.play(label, jobs, **how).episodes}
-  rows = {row: evaluate.summarize(one) for row, one in played.items()}
-  last = list(rows.values())[-1]
+    sets = env.description.sets
+  rows = {row: evaluate.summarize(one, sets) for row, one in played.items()}
+  name, last = list(rows.items())[-1]
   kinds = {f'  {k}': summary for k, summary in last.by_type.items()}
-  print(f'{split} split\n{evaluate.table(rows | kinds)}')
+  below = evaluate.columns({name: last}) | kinds
+  print(f'{split} split\n{evaluate.table(rows | below)}')
   if _OUTPUT.value:
     evaluate.write_summary(pathlib.Path(_OUTPUT.value), split, rows)
   return 0

@@ -31,11 +31,15 @@ from planpo_jax import (
 from planpo_jax import config as config_lib
 from planpo_jax import tokenizer as tokenizer_lib
 from planpo_jax.models import qwen2
+from planpo_jax.prompts import actions
 
 T = TypeVar('T')
 
 # A service that is there answers at once; who mistyped waits no longer.
 _CONNECT_TIMEOUT_S = 15.0
+# Seconds to wait for a service of somebody else's, once none is up. One of our
+# own is certain to be started again.
+_AWAY_DEADLINE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +168,11 @@ class Environment:
     self._options = config_lib.options(config.env.options)
 
   def __enter__(self) -> Environment:
-    address = self._config.address
+    addresses = self._config.address
+    away_s = _AWAY_DEADLINE_S
     self._runner = asyncio.Runner()
     try:
-      if not address:
+      if not addresses:
         self._service = env_service.LocalService(
           self._config.name,
           self._config.workers,
@@ -181,22 +186,37 @@ class Environment:
           self._service.start()
         except RuntimeError as error:  # Such as: there is no Java.
           raise config_lib.ConfigError(str(error)) from error
-        address = self._service.address
+        addresses, away_s = self._service.address, env_service.RECOVERY_S
       self.client = env_client.EnvClient(
-        address, step_deadline_s=self._config.step_timeout_s
+        addresses,
+        credentials=_credentials(self._config),
+        step_deadline_s=self._config.step_timeout_s,
+        away_deadline_s=away_s,
       )
       self.run(self.client.connect(_CONNECT_TIMEOUT_S))
       self.description = self.run(self.client.describe())
-      if self.description.name != self._config.name:
-        raise config_lib.ConfigError(
-          f'env.name={self._config.name!r}, but the service at {address} '
-          f'serves {self.description.name!r}; set env.name to that, or '
-          'env.address to another service.'
-        )
+      self._check(addresses)
     except BaseException:
       self.__exit__()
       raise
     return self
+
+  def _check(self, addresses: str) -> None:
+    found = self.description
+    if found.name != self._config.name:
+      raise config_lib.ConfigError(
+        f'env.name={self._config.name!r}, but the service at {addresses} '
+        f'serves {found.name!r}; set env.name to that, or env.address to '
+        'another service.'
+      )
+    # 0: a service that tells of no limit has none.
+    if 0 < found.max_action_bytes < actions.MAX_BYTES:
+      raise config_lib.ConfigError(
+        f'the service at {addresses} takes actions of '
+        f'{found.max_action_bytes} bytes, and a policy may write '
+        f'{actions.MAX_BYTES}; start it with --max-action-bytes='
+        f'{actions.MAX_BYTES} or more.'
+      )
 
   def __exit__(self, *unused) -> None:
     if hasattr(self, 'client'):
@@ -218,6 +238,22 @@ class Environment:
       self.client.list_tasks(split, tuple(self._config.task_types))
     )
     return [dataclasses.replace(t, options=self._options) for t in found]
+
+
+def _credentials(env: ml_collections.ConfigDict) -> env_client.Credentials:
+  """What `config.env` says that a client shows.
+
+  Raises:
+    config_lib.ConfigError: the file with the token is no use.
+  """
+  files = config_lib.tls_files(env)
+  return env_client.Credentials(
+    tls=env.tls,
+    ca=files['tls_ca'],
+    cert=files['tls_cert'],
+    key=files['tls_key'],
+    token=config_lib.token(env.token_file) if env.token_file else '',
+  )
 
 
 def mesh(
@@ -328,16 +364,18 @@ class Player:
         text += f', {rate:.0f} tokens/s, {left} left'
       self._terminal.progress(text)
 
+    client = self._env.client
+    self._env.run(client.refresh())
     collected = self._env.run(
       rollout.collect(
-        self._env.client,
+        client,
         self._sampler,
         self.format,
         jobs,
         seed=seed,
         max_turns=max_turns,
         prefaces=prefaces,
-        sessions=self._env.description.workers,
+        sessions=client.workers,
         deadline_s=deadline_s,
         expected=self._lengths.expected,
         on_progress=tell,

@@ -78,7 +78,7 @@ def slots(
     )
   if chosen is not None:
     return chosen
-  wanted = config.eval.episodes
+  wanted = config.eval.episodes or math.inf  # All of a split, it is not known.
   if training:
     episodes = config.train.tasks_per_step * config.train.group_size
     wanted = max(wanted, episodes)

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -16,7 +17,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from envs_server import env
+from envs_server import access, env
 from planpo_jax import advantages, chat, losses, prompts, sampling
 from planpo_jax.models import qwen2
 
@@ -24,6 +25,11 @@ from planpo_jax.models import qwen2
 # may resume with others.
 _FREE = (
   'env.address',
+  'env.tls',
+  'env.tls_ca',
+  'env.tls_cert',
+  'env.tls_key',
+  'env.token_file',
   'env.workers',
   'env.server_flags',
   'env.step_timeout_s',
@@ -38,6 +44,10 @@ _FREE = (
   'rollout.dump',
 )
 
+# An IPv6 address stands in brackets: it has colons of its own.
+_ADDRESS = re.compile(
+  r'(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):(?P<port>[0-9]{1,5})'
+)
 
 _LOCK = '.lock'
 
@@ -83,11 +93,7 @@ def check(
       f'sampler.slots={slots} must be at least 1; leave it unset to have it '
       'chosen.'
     )
-  if config.env.address and not re.fullmatch(r'.+:\d+', config.env.address):
-    raise ConfigError(
-      f'env.address={config.env.address!r} is not `host:port`; try '
-      'localhost:7777.'
-    )
+  _check_access(config.env)
   if not 0 < config.env.step_timeout_s < math.inf:
     raise ConfigError(
       f'env.step_timeout_s={config.env.step_timeout_s} must be above 0 '
@@ -96,6 +102,11 @@ def check(
   for key in _POSITIVE:
     if _get(config, key) < 1:
       raise ConfigError(f'{key}={_get(config, key)} must be at least 1.')
+  if config.eval.episodes < 0:
+    raise ConfigError(
+      f'eval.episodes={config.eval.episodes} must be at least 1, or 0 for '
+      'every task of env.eval_split once.'
+    )
   if training:
     _check_group(config)
     _check_method(config)
@@ -117,11 +128,126 @@ _POSITIVE = (
   'train.group_size',
   'learner.minibatches',
   'learner.micro_rows',
-  'eval.episodes',
   'eval.max_turns',
   'checkpoint.every',
   'checkpoint.keep',
 )
+
+
+def addresses(text: str) -> list[str]:
+  """Parses `host:port,host:port`; empty holds none.
+
+  Raises:
+    ConfigError: a part is no address, or is there twice.
+  """
+  found: list[str] = []
+  for part in text.split(',') if text else ():
+    address = part.strip()
+    match = _ADDRESS.fullmatch(address)
+    if not match or not 0 < int(match['port']) < 65536:
+      raise ConfigError(
+        f'env.address={text!r}: {address!r} is not `host:port`; try '
+        'localhost:7777, or [::1]:7777 for an IPv6 address.'
+      )
+    if address in found:
+      raise ConfigError(
+        f'env.address={text!r} names {address!r} twice; name each service once.'
+      )
+    found.append(address)
+  return found
+
+
+def token(name: str) -> str:
+  """Reads the token in the first line of a file that holds one.
+
+  Raises:
+    ConfigError: the file cannot be read or holds no token. Never names what it
+      holds.
+  """
+  try:
+    lines = (
+      pathlib.Path(name).expanduser().read_text(encoding='ascii').splitlines()
+    )
+  except (OSError, UnicodeDecodeError) as error:
+    why = error.strerror if isinstance(error, OSError) else 'not ASCII text'
+    raise ConfigError(
+      f'env.token_file={name!r} cannot be read ({why}).'
+    ) from None
+  lines = [line for line in map(str.strip, lines) if line and line[0] != '#']
+  words = lines[0].split() if lines else []
+  if len(words) not in (1, 2) or not words[-1].isprintable():
+    raise ConfigError(
+      f'env.token_file={name!r} must hold `TOKEN` or `NAME TOKEN` in its first '
+      'line that is no comment.'
+    )
+  return words[-1]
+
+
+def _check_access(env_config: ml_collections.ConfigDict) -> None:
+  """Where the services are, and what they are shown."""
+  services = addresses(env_config.address)
+  if env_config.token_file:
+    token(env_config.token_file)
+  files = tls_files(env_config)
+  for key, name in files.items():
+    if name and not (os.path.isfile(name) and os.access(name, os.R_OK)):
+      raise ConfigError(
+        f'env.{key}={name!r} cannot be read; name a file of PEM.'
+      )
+  if bool(env_config.tls_cert) != bool(env_config.tls_key):
+    raise ConfigError(
+      f'env.tls_cert={env_config.tls_cert!r} and '
+      f'env.tls_key={env_config.tls_key!r} go together; give both or neither.'
+    )
+  _check_pem(files)
+  if env_config.tls:
+    if not services:
+      raise ConfigError(
+        'env.tls=True without env.address: the service that is started on this '
+        'machine speaks plain text; set env.tls=False, or name a service.'
+      )
+    return
+  shown = [key for key in (*files, 'token_file') if env_config[key]]
+  for address in services:
+    host = _ADDRESS.fullmatch(address)['host']
+    if shown and not access.is_loopback(host):
+      raise ConfigError(
+        f'env.tls=False, but env.{shown[0]} is set and {address} is not on '
+        'this machine: all would cross the network in plain text; set '
+        f'env.tls=True, or leave env.{shown[0]} empty.'
+      )
+
+
+def tls_files(env_config: ml_collections.ConfigDict) -> dict[str, str]:
+  """{key of `config.env`: the file it names}, for what TLS shows and trusts."""
+  return {
+    key: os.path.expanduser(env_config[key])
+    for key in ('tls_ca', 'tls_cert', 'tls_key')
+  }
+
+
+def _check_pem(files: Mapping[str, str]) -> None:
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+  try:
+    if files['tls_ca']:
+      context.load_verify_locations(files['tls_ca'])
+  except ssl.SSLError as error:
+    raise ConfigError(
+      f'env.tls_ca={files["tls_ca"]!r} holds no certificate in PEM '
+      f'({error.reason or error}).'
+    ) from None
+  try:
+    if files['tls_cert']:
+      # A key with a passphrase would ask for it on the terminal.
+      context.load_cert_chain(
+        files['tls_cert'], files['tls_key'], password=lambda: ''
+      )
+  except ssl.SSLError as error:
+    raise ConfigError(
+      f'env.tls_cert={files["tls_cert"]!r} and '
+      f'env.tls_key={files["tls_key"]!r} must be a certificate and its key in '
+      f'PEM, the key without a passphrase ({error.reason or error}).'
+    ) from None
 
 
 def _check_group(config: ml_collections.ConfigDict) -> None:

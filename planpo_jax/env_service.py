@@ -1,4 +1,4 @@
-"""Starts an environment service on this machine and keeps it alive."""
+"""Starts an environment service on this machine and keeps it alive and well."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 120.0
@@ -22,13 +25,22 @@ _READY = 'listening on '
 # A service that dies this early this often in a row will not get better.
 _EARLY_S = 10.0
 _EARLY_DEATHS = 5
+# A service is asked so often whether it is well. One that is alive but silent
+# so many times in a row hangs; a machine under load makes a few times of it.
+_HEALTH_EVERY_S = 2.0
+_HEALTH_DEADLINE_S = 1.5
+_HEALTH_MISSES = 5
+# Seconds that may pass until a service that hung or died is back.
+RECOVERY_S = (
+  _HEALTH_MISSES * (_HEALTH_EVERY_S + _HEALTH_DEADLINE_S) + _START_DEADLINE_S
+)
 
 
 class LocalService:
   """A service of this process's own, on a free loopback port.
 
-  It is started again, on the same port, should it die, and ends with this
-  process however that ends. A context manager.
+  It is started again, on the same port, should it die or hang, and ends with
+  this process however that ends. A context manager.
   """
 
   def __init__(self, env: str, workers: int, *, options: Sequence[str] = ()):
@@ -124,12 +136,39 @@ class LocalService:
       )
     return line.removeprefix(_READY).strip()
 
+  def _outlive(self, process: subprocess.Popen) -> int:
+    """Waits until a process that serves dies; kills it should it hang.
+
+    Returns:
+      Its exit code.
+    """
+    misses = 0
+    options = (
+      ('grpc.use_local_subchannel_pool', 1),
+      ('grpc.enable_http_proxy', 0),
+    )
+    with grpc.insecure_channel(self.address, options) as channel:
+      stub = health_pb2_grpc.HealthStub(channel)
+      while True:
+        try:
+          return process.wait(_HEALTH_EVERY_S)
+        except subprocess.TimeoutExpired:
+          misses = 0 if _answers(stub) else misses + 1
+        if misses >= _HEALTH_MISSES:
+          _log.warning(
+            'the environment service hangs: it left %d health checks in a row '
+            'unanswered; ending it',
+            misses,
+          )
+          process.kill()  # It would not hear a request to end.
+          misses = 0
+
   def _supervise(self) -> None:
     port = int(self.address.rpartition(':')[2])
     early = 0
     while True:
       began = time.monotonic()
-      code = self._process.wait()
+      code = self._outlive(self._process)
       if self._stopping.is_set():
         return
       early = early + 1 if time.monotonic() - began < _EARLY_S else 0
@@ -149,6 +188,15 @@ class LocalService:
         # The next round finds it dead and tries again.
         if not self._stopping.is_set():
           _log.error('%s', error)
+
+
+def _answers(stub: health_pb2_grpc.HealthStub) -> bool:
+  """Whether a service answers in time, whatever it answers."""
+  try:
+    stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S)
+  except grpc.RpcError as error:
+    return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+  return True
 
 
 def _end(process: subprocess.Popen) -> None:

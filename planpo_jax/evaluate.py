@@ -43,6 +43,7 @@ class Summary:
     turns_success: turns of the successful episodes.
     response_tokens: tokens a response, mean over episodes of their mean.
     by_type: the same for each task type; empty inside itself.
+    by_set: the same for sets of task types, see `summarize`; likewise.
   """
 
   episodes: int
@@ -53,6 +54,7 @@ class Summary:
   turns_success: Estimate
   response_tokens: Estimate
   by_type: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
+  by_set: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
 
   def __str__(self) -> str:
     return (
@@ -69,6 +71,7 @@ class Summary:
       values[name] = _finite(estimate.mean)
       values[f'{name}_ci'] = [_finite(estimate.low), _finite(estimate.high)]
     values['by_type'] = {k: s.to_json() for k, s in self.by_type.items()}
+    values['by_set'] = {k: s.to_json() for k, s in self.by_set.items()}
     return values
 
   @classmethod
@@ -77,6 +80,8 @@ class Summary:
       episodes=values['episodes'],
       faults=values['faults'],
       by_type={k: cls.from_json(v) for k, v in values['by_type'].items()},
+      # Older files have none.
+      by_set={k: cls.from_json(v) for k, v in values.get('by_set', {}).items()},
       **{
         name: Estimate(
           *(
@@ -106,18 +111,28 @@ MEASURES = ('success', 'score', 'turns', 'turns_success', 'response_tokens')
 def jobs(pool: Sequence[episodes.Task], count: int) -> list[rollout.Job]:
   """`count` evaluation jobs, even over task types and their variations.
 
-  Repeats of a task are members of its group, so each draws its own responses.
+  A `count` of 0 stands for every task of the pool once. Repeats of a task are
+  members of its group, so each draws its own responses.
   """
   seen: collections.Counter[episodes.Task] = collections.Counter()
   chosen = []
-  for task in tasks.spread(pool, count):
+  for task in tasks.spread(pool, count or len(pool)):
     chosen.append((task, seen[task]))
     seen[task] += 1
   return chosen
 
 
-def summarize(played: Sequence[episodes.Episode]) -> Summary:
+def summarize(
+  played: Sequence[episodes.Episode],
+  sets: Mapping[str, Sequence[str]] | None = None,
+) -> Summary:
   """Means and intervals over `played`; faults are counted apart.
+
+  Args:
+    played: episodes of one policy.
+    sets: {name: task types} to summarize besides, as the service describes
+      them. Left out are sets that no episode falls into, and those that all
+      fall into: they are the whole again.
 
   Raises:
     ConnectionError: every episode was lost to a fault.
@@ -130,9 +145,18 @@ def summarize(played: Sequence[episodes.Episode]) -> Summary:
   by_type = collections.defaultdict(list)
   for episode in played:
     by_type[episode.task.name].append(episode)
+  by_set = {
+    name: [e for e in played if e.task.name in types]
+    for name, types in (sets or {}).items()
+  }
   return dataclasses.replace(
     _summarize(played),
     by_type={k: _summarize(v) for k, v in sorted(by_type.items())},
+    by_set={
+      k: _summarize(v)
+      for k, v in sorted(by_set.items())
+      if 0 < len(v) < len(played)
+    },
   )
 
 
@@ -206,6 +230,21 @@ def normal(values: Sequence[float]) -> Estimate:
     return Estimate(mean, math.nan, math.nan)
   half = _Z * float(np.std(values, ddof=1)) / math.sqrt(len(values))
   return Estimate(mean, mean - half, mean + half)
+
+
+def columns(rows: Mapping[str, Summary]) -> dict[str, Summary]:
+  """Rows to put below `rows` in the table: a set of task types each.
+
+  Publications have them as columns, which beside our own would be too many.
+  With several policies, each set has a row of each.
+  """
+  names = dict.fromkeys(name for row in rows.values() for name in row.by_set)
+  return {
+    f'  {name}' + (f', {policy}' if len(rows) > 1 else ''): row.by_set[name]
+    for name in names
+    for policy, row in rows.items()
+    if name in row.by_set
+  }
 
 
 def table(rows: Mapping[str, Summary]) -> str:

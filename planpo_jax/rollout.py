@@ -23,10 +23,15 @@ import numpy as np
 
 from planpo_jax import chat, env_client, episodes, sampler
 
+_log = logging.getLogger(__name__)
+
 Job = tuple[episodes.Task, int]  # A task and the member of its group.
 
 # Share of the episodes after which the tail begins.
 _TAIL = 0.9
+
+# Times that an episode lost to a fault is played again from its start.
+_REFILLS = 2
 
 # Kinds of spans in which an episode waits for its environment.
 _ELSEWHERE = ('reset', 'env')
@@ -61,6 +66,8 @@ class Stats:
     prefilled_tokens: tokens of contexts that were computed.
     overhead_share: share of `wall_s` outside of compiled calls and of waits
       for environments with nothing to compute.
+    refills: times that an episode was played again from its start, because a
+      fault had ended it.
   """
 
   wall_s: float
@@ -73,6 +80,7 @@ class Stats:
   tokens_per_s: float
   prefilled_tokens: int
   overhead_share: float
+  refills: int = 0
 
   def scalars(self) -> dict[str, float]:
     return {
@@ -103,7 +111,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
 
   def combine(name: str) -> float:
     values = [getattr(s, name) for s in stats]
-    if name in ('wall_s', 'tail_s', 'prefilled_tokens'):
+    if name in ('wall_s', 'tail_s', 'prefilled_tokens', 'refills'):
       return sum(values)
     return (
       sum(v * s.wall_s for v, s in zip(values, stats, strict=True)) / total_s
@@ -177,7 +185,10 @@ async def collect(
   on_progress: Callable[[int, int], None] = lambda episodes, turns: None,
   should_stop: Callable[[], bool] = lambda: False,
 ) -> Collected:
-  """Plays every job once.
+  """Plays every job once, and again from its start after a fault.
+
+  What is played again draws the same tokens, so faults do not show in the
+  result and groups stay whole.
 
   Args:
     client: a connected client.
@@ -198,8 +209,9 @@ async def collect(
     should_stop: polled several times a second.
 
   Returns:
-    One episode a job. `Ending.FAULT` marks those whose environment failed for
-    good; they hold no outcome and must not be trained on.
+    One episode a job. `Ending.FAULT` marks those whose environment failed in
+    every try, or whose services are all away; they hold no outcome and must not
+    be trained on.
 
   Raises:
     StoppedError: `should_stop` became true.
@@ -217,31 +229,46 @@ async def collect(
     counts[1] += 1
     on_progress(*counts)
 
+  async def attempt(
+    task: episodes.Task, member: int, preface: str
+  ) -> episodes.Episode:
+    session = client.session(task, step_limit=max_turns)
+    game = _Game(session, fmt, task, member, seed, preface)
+    try:
+      with ledger.span('reset'):
+        await game.begin()
+      slot = await slots.get()
+      game.start_s = ledger.now()
+      try:
+        with ledger.span('held'):
+          await game.play(decoder, slot, deadline_s, count_turn)
+      finally:
+        slots.put_nowait(slot)
+    except env_client.EnvFault as fault:
+      game.fault = str(fault)
+    finally:
+      await session.close()
+    return game.episode()
+
   async def play(
     task: episodes.Task, member: int, preface: str
   ) -> episodes.Episode:
     async with permits:
-      session = client.session(task, step_limit=max_turns)
-      game = _Game(session, fmt, task, member, seed, preface)
-      try:
-        with ledger.span('reset'):
-          await game.begin()
-        slot = await slots.get()
-        game.start_s = ledger.now()
-        try:
-          with ledger.span('held'):
-            await game.play(decoder, slot, deadline_s, count_turn)
-        finally:
-          slots.put_nowait(slot)
-      except env_client.EnvFault as fault:
-        logging.warning('episode of %s dropped: %s', task, fault)
-        game.fault = str(fault)
-      finally:
-        await session.close()
+      recoveries = 0
+      for left in range(_REFILLS, -1, -1):
+        played = await attempt(task, member, preface)
+        recoveries += played.recoveries
+        if played.ending is not episodes.Ending.FAULT:
+          break
+        if not left or not client.up:
+          _log.warning('episode of %s dropped: %s', task, played.fault)
+          break
+        _log.warning('episode of %s is played again: %s', task, played.fault)
+        ledger.refills += 1
       counts[0] += 1
       ledger.ended()
       on_progress(*counts)
-      return game.episode()
+      return dataclasses.replace(played, recoveries=recoveries)
 
   async def watch() -> None:
     while not should_stop():
@@ -486,6 +513,7 @@ class _Ledger:
 
   Attributes:
     elsewhere: episodes that wait for their environment now.
+    refills: episodes that were begun again.
   """
 
   def __init__(self, policy_sampler: sampler.Sampler, slots: int, jobs: int):
@@ -497,6 +525,7 @@ class _Ledger:
     self._ended: list[float] = []
     self._spans: list[tuple[str, float, float]] = []
     self.elsewhere = 0
+    self.refills = 0
 
   def now(self) -> float:
     """Seconds since the collection began."""
@@ -550,6 +579,7 @@ class _Ledger:
       tokens_per_s=done.decoded_tokens / wall_s,
       prefilled_tokens=done.prefilled_tokens,
       overhead_share=max(0.0, 1 - busy_s / wall_s),
+      refills=self.refills,
     )
 
   def _waited_s(self) -> float:

@@ -46,9 +46,20 @@ def refills(
 def spread(tasks: Sequence[episodes.Task], count: int) -> list[episodes.Task]:
   """`count` tasks for evaluation: even over types and over their variations.
 
-  With more asked for than there are, tasks come round again (each repeat is
-  another episode of the same task).
+  As many as there are: each task once, however uneven that is over types. With
+  more asked for than there are, of a type or of all, tasks come round again
+  (each repeat is another episode of the same task).
+
+  Raises:
+    ValueError: there are no tasks.
   """
+  if not tasks:
+    raise ValueError(
+      'there are no tasks to evaluate on: the types of env.task_types have '
+      'none in this split; name others, or another split.'
+    )
+  if count == len(tasks):
+    return list(tasks)
   by_type: dict[str, list[episodes.Task]] = collections.defaultdict(list)
   for task in tasks:
     by_type[task.name].append(task)

@@ -258,7 +258,7 @@ def _train(
         settings=config_lib.settings(config.eval),
       )
       played = collected.episodes
-      result = evaluate.summarize(played)
+      result = evaluate.summarize(played, env.description.sets)
       writer.write(step, 'eval', result.scalars() | collected.stats.scalars())
       metrics.write_transcripts(
         workdir / 'transcripts' / f'eval_{name}.jsonl', step, played
@@ -402,5 +402,6 @@ def _train(
     summary = {'before': before, 'after': after}
     split = config.env.eval_split
     evaluate.write_summary(workdir / 'summary.json', split, summary)
-    terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(summary)}')
+    rows = summary | evaluate.columns(summary)
+    terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(rows)}')
   return 0

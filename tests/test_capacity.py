@@ -186,6 +186,7 @@ def test_fixed_bytes_of_a_critic(config, mesh, tied):
     (1000, 2, 9, True, 16),
     (1000, 16, 100, False, 96),  # There is evaluation only.
     (1000, 16, 3, False, 3),
+    (9, 2, 0, False, 8),  # All of a split: as many as the workers allow.
   ],
 )
 def test_as_many_slots_as_there_is_to_play(

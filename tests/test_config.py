@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+import trustme
 from absl import flags
 from ml_collections import config_flags
 
@@ -145,6 +146,15 @@ def test_the_optimizer_of_a_critic_is_checked_where_there_is_one():
     config_lib.check(config, 1)
 
 
+def test_an_evaluation_of_everything_is_asked_for_by_0():
+  config = smoke()
+  config.eval.episodes = 0
+  config_lib.check(config, 1)
+  config.eval.episodes = -1
+  with pytest.raises(config_lib.ConfigError, match='eval.episodes=-1.*or 0'):
+    config_lib.check(config, 1)
+
+
 def test_refills_need_a_method_that_tells_what_teaches():
   config = quickstart.get_config('ppo,smoke')
   config.train.max_refills = 2
@@ -226,6 +236,18 @@ def test_paper_experiments(name, size, billions):
     ('rollout.overlap', True, ('overlap=True', 'ppo_clip.sampler_cap=2.0')),
     ('env.step_timeout_s', 0.0, ('step_timeout_s=0.0', 'try 60')),
     ('env.address', 'nonsense', ("'nonsense'", 'host:port')),
+    ('env.address', 'a:1,b', ("'a:1,b'", "'b' is not", 'host:port')),
+    ('env.address', 'a:1,', ("'' is not", 'host:port')),
+    ('env.address', 'a:1, a:1', ("names 'a:1' twice",)),
+    ('env.address', 'a:0', ("'a:0' is not",)),
+    ('env.address', 'a:65536', ("'a:65536' is not",)),
+    ('env.address', '::1:7777', ("'::1:7777' is not", '[::1]:7777')),
+    ('env.address', 'http://a:1', ("'http://a:1' is not",)),
+    ('env.tls', True, ('env.tls=True without env.address', 'env.tls=False')),
+    ('env.tls_ca', '/no/such', ("env.tls_ca='/no/such'", 'PEM')),
+    ('env.tls_ca', __file__, ('holds no certificate in PEM',)),
+    ('env.tls_key', __file__, ('go together', "env.tls_cert=''")),
+    ('env.token_file', '/no/such', ("'/no/such'", 'No such file')),
     ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
   ],
 )
@@ -312,6 +334,76 @@ def test_a_damaged_config_is_named(tmp_path, content):
     config_lib.check_workdir(tmp_path / 'run', smoke())
 
 
+def written(folder, name, text):
+  (folder / name).write_text(text)
+  return str(folder / name)
+
+
+def test_addresses():
+  assert config_lib.addresses('') == []
+  assert config_lib.addresses('a.b-c:1, [::1]:65535,10.0.0.1:7777') == [
+    'a.b-c:1',
+    '[::1]:65535',
+    '10.0.0.1:7777',
+  ]
+
+
+@pytest.mark.parametrize(
+  'text, token',
+  [
+    ('secret-of-16-chars\n', 'secret-of-16-chars'),
+    ('# ours\n\n  trainer  secret\nother secret2\n', 'secret'),
+    ('', None),
+    ('# secret\n', None),
+    ('a secret too-many', None),
+    ('sécret', None),
+    ('sec\x07ret', None),
+  ],
+)
+def test_token_files(tmp_path, text, token):
+  name = written(tmp_path, 'tokens', text)
+  if token is not None:
+    assert config_lib.token(name) == token
+    return
+  with pytest.raises(config_lib.ConfigError) as error:
+    config_lib.token(name)
+  assert name in str(error.value)
+  assert 'cret' not in str(error.value).replace(name, '')
+
+
+def test_secrets_need_tls_beyond_this_machine(tmp_path):
+  authority = trustme.CA()
+  issued = authority.issue_cert('a')
+  config = smoke()
+  config.env.token_file = written(tmp_path, 'tokens', 'secret')
+  for address in ('', 'localhost:1', '127.0.0.2:1,[::1]:1'):
+    config.env.address = address
+    config_lib.check(config, 1)
+  config.env.address = 'localhost:1,10.0.0.1:1'
+  with pytest.raises(config_lib.ConfigError) as error:
+    config_lib.check(config, 1)
+  for word in ('env.token_file', '10.0.0.1:1', 'env.tls=True'):
+    assert word in str(error.value)
+  config.env.tls = True
+  config_lib.check(config, 1)
+
+  authority.cert_pem.write_to_path(tmp_path / 'ca')
+  issued.cert_chain_pems[0].write_to_path(tmp_path / 'cert')
+  issued.private_key_pem.write_to_path(tmp_path / 'key')
+  authority.issue_cert('b').private_key_pem.write_to_path(tmp_path / 'other')
+  for key in ('ca', 'cert', 'key'):
+    config.env[f'tls_{key}'] = str(tmp_path / key)
+  config_lib.check(config, 1)
+  config.env.tls_key = str(tmp_path / 'other')
+  with pytest.raises(config_lib.ConfigError, match='a certificate and its key'):
+    config_lib.check(config, 1)
+  config.env.tls_key = str(tmp_path / 'key')
+  config.env.token_file = ''
+  config.env.tls = False
+  with pytest.raises(config_lib.ConfigError, match='env.tls_ca is set'):
+    config_lib.check(config, 1)
+
+
 def test_claim_lets_a_run_move(tmp_path):
   config_lib.claim(tmp_path / 'run', smoke()).close()
   (tmp_path / 'run' / 'eval_before.json').write_text('{}')
@@ -319,6 +411,9 @@ def test_claim_lets_a_run_move(tmp_path):
   moved.env.workers = 9
   moved.mesh.fsdp = 1
   moved.env.address = 'localhost:1'
+  moved.env.tls = True
+  for key in ('tls_ca', 'tls_cert', 'tls_key', 'token_file'):
+    moved.env[key] = 'elsewhere'
   config_lib.claim(tmp_path / 'run', moved)
 
 

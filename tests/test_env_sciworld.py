@@ -1,13 +1,16 @@
 """ScienceWorld's real engine behind the real service."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 
 import env_processes
 import pytest
+from py4j import protocol
 
 from envs_server import env, java, sciworld
 from planpo_jax import env_client, env_service, episodes
@@ -143,6 +146,56 @@ def test_ambiguous_action_is_answered_by_its_numbers(service):
   assert 'No known action' not in answered.text
 
 
+TO_GREENHOUSE = (
+  'open door to hallway',
+  'go to hallway',
+  'open door to greenhouse',
+  'go to greenhouse',
+)
+
+
+@pytest.mark.parametrize(
+  'simplifications, actions, told',
+  [
+    ('teleportAction', ['teleport to kitchen'], 'You teleport to the kitchen'),
+    ('openDoors', ['go to hallway'], 'You move to the hallway'),
+    ('openContainers', ['open cupboard'], 'is already open'),
+    (
+      'selfWateringFlowerPots',
+      [*TO_GREENHOUSE, 'look at flower pot 2'],
+      'a substance called water',
+    ),
+    ('noElectricalAction', ['connect agent to air'], 'No known action'),
+    ('easy', ['teleport to hallway', 'go to kitchen'], 'You move to the kit'),
+    (
+      'openDoors,teleportAction',
+      ['teleport to hallway', 'go to kitchen'],
+      'You move to the kitchen',
+    ),
+    ('easy,openContainers', ['go to hallway'], 'You move to the hallway'),
+    ('easy,openContainers', ['open cupboard'], 'is already open'),
+    ('openContainers,easy,openDoors', ['open cupboard'], 'is already open'),
+  ],
+)
+def test_each_simplification_acts(service, simplifications, actions, told):
+  def task(value):
+    options = (('simplifications', value),)
+    return dataclasses.replace(PLANT, options=options)
+
+  async def body(client):
+    return await asyncio.gather(
+      play(client, task(simplifications), actions),
+      play(client, task(''), actions),
+    )
+
+  (simple, _), (plain, _) = with_client(service, body)
+  assert told in simple[-1].text
+  assert told not in plain[-1].text
+  # Every action was answered by a game that goes on.
+  assert {o.ending for o in simple + plain} == {None}
+  assert all(o.score >= 0 for o in simple + plain)
+
+
 def test_all_types_and_the_split_of_the_engine(service):
   async def body(client):
     boil = {
@@ -152,7 +205,8 @@ def test_all_types_and_the_split_of_the_engine(service):
     return await client.describe(), boil, await client.list_tasks('test')
 
   described, boil, test = with_client(service, body)
-  assert described.splits == {'train': 3592, 'dev': 1796, 'test': 1819}
+  splits = {'train': 3592, 'dev': 1796, 'test': 1819, 'agentgym_standin': 200}
+  assert described.splits == splits
   assert len(described.task_names) == 30
   assert described.version == 'scienceworld 1.2.3'
   assert boil == {
@@ -298,3 +352,80 @@ def test_fault_inside_the_engine_is_an_unknown_action(monkeypatch):
     assert seen.info == {'exception': 'java.lang.IndexOutOfBoundsException'}
   finally:
     game.close()
+
+
+# -- The environment itself ----------------------------------------------------
+
+
+@pytest.fixture
+def game():
+  made = sciworld.make_env()
+  yield made
+  made.close()
+
+
+@pytest.mark.parametrize('name', ['boil', 'power-component'])
+def test_easy_is_what_the_engine_calls_easy(game, name):
+  game._engine.load(name, 0, 'easy', False)
+  known = game._engine.getSimplificationsUsed()
+  options = {'simplifications': 'easy'}
+  game.reset(env.Task('sciworld', 'train', 0, name, options=options))
+  assert game._engine.getSimplificationsUsed() == known
+  assert ('noElectricalAction' in known) == (name == 'boil')
+
+
+def test_the_engine_s_own_failure_is_no_lost_episode(game):
+  """It answers whatever comes next by its error and a score of -100."""
+  task = env.Task('sciworld', 'train', 1, 'find-plant')
+  game.reset(task)
+  game._engine.agentInterface().get().setErrorState('java.lang.Oops: no pot')
+  with pytest.raises(RuntimeError, match='engine failed: java.lang.Oops'):
+    game.step('look around')
+  assert game.reset(task).score == 0.0
+
+
+def test_listing_actions_changes_nothing(game):
+  """They are told on request and are no part of the state."""
+  actions = ('open cupboard', 'pour red paint in wood cup', '0', 'inventory')
+
+  def play_(admissible):
+    task = env.Task('sciworld', 'train', 1, 'find-plant')
+    seen = [game.reset(task, admissible=admissible)]
+    seen += map(game.step, actions)
+    return seen, game._engine.getNumMoves()
+
+  (plain, moves), (listed, moves_listed) = play_(False), play_(True)
+  assert all(o.admissible == () for o in plain)
+  assert all(o.admissible for o in listed)
+  assert [dataclasses.replace(o, admissible=()) for o in listed] == plain
+  assert moves_listed == moves > 0
+
+
+def test_ping_tells_of_a_jvm_that_is_gone(game):
+  game.ping()  # Before any episode,
+  game.reset(env.Task('sciworld', 'train', 1, 'find-plant'))
+  before = game.step('open cupboard')
+  game.ping()  # and between episodes: it does not touch the last one.
+  assert 'is already open' in game.step('open cupboard').text
+  assert 'is now open' in before.text
+  os.kill(game.jvm_pid, signal.SIGKILL)
+  assert env_processes.wait_for(lambda: not env_processes.alive(game.jvm_pid))
+  with pytest.raises(protocol.Py4JError):
+    game.ping()
+
+
+def test_ping_waits_for_a_jvm_that_hangs(game):
+  answered = threading.Event()
+
+  def ask():
+    game.ping()
+    answered.set()
+
+  os.kill(game.jvm_pid, signal.SIGSTOP)
+  try:
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert not answered.wait(1.0)
+  finally:
+    os.kill(game.jvm_pid, signal.SIGCONT)
+  assert answered.wait(20.0)

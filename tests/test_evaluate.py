@@ -1,5 +1,6 @@
 """Means and intervals of an evaluation."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -90,6 +91,95 @@ def test_repeats_of_a_task_are_members_of_a_group():
   assert len(set(jobs)) == 5
 
 
+def test_no_count_is_every_task_once():
+  pool = [
+    episodes.Task('toy', 'test', i, name)
+    for name, size in (('a', 18), ('b', 2), ('c', 5))
+    for i in range(size)
+  ]
+  assert evaluate.jobs(pool, 0) == [(task, 0) for task in pool]
+  assert len(evaluate.jobs(pool, 200)) == 200
+
+
+def test_a_lost_episode_is_logged_with_its_own_score():
+  """-100 as it is: what a return makes of it is not the evaluation's."""
+  lost = dataclasses.replace(episode(False, 2, 5), score=-100.0)
+  s = evaluate.summarize([lost, episode(True, 2, 5), episode(False, 2, 5)])
+  assert s.score.mean == pytest.approx(10.0)
+  assert s.success.mean == pytest.approx(1 / 3)
+  assert s.scalars()['eval/score'] == pytest.approx(10.0)
+
+
+SETS = {
+  'measure': ('a', 'b'),
+  'find': ('c',),
+  'lifespan': ('d', 'e'),
+  'none': ('x',),
+  'whole': ('a', 'b', 'c', 'd', 'e', 'f'),
+}
+
+
+def by_sets():
+  """Successes by type: a 1 of 2, b 1 of 1, c 0 of 1, d lost, e none."""
+  return evaluate.summarize(
+    [
+      episode(True, 2, 5, name='a'),
+      episode(False, 4, 5, name='a'),
+      episode(True, 3, 5, name='b'),
+      episode(False, 1, 5, name='c'),
+      episode(False, 1, 1, name='d', ending=episodes.Ending.FAULT),
+    ],
+    SETS,
+  )
+
+
+def test_sets_of_types_are_summarized_besides():
+  s = by_sets()
+  # Neither what nothing falls into nor what everything does.
+  assert list(s.by_set) == ['find', 'lifespan', 'measure']
+  measure = s.by_set['measure']
+  assert (measure.episodes, measure.faults) == (3, 0)
+  assert measure.success.mean == pytest.approx(2 / 3)
+  assert measure.success == evaluate.wilson(2, 3)
+  assert measure.score.mean == pytest.approx(230 / 3)
+  assert measure.turns.mean == 3.0
+  assert s.by_set['find'].success.mean == 0.0
+  assert (s.by_set['lifespan'].episodes, s.by_set['lifespan'].faults) == (0, 1)
+  assert not evaluate.summarize([episode(True, 2, 5)]).by_set
+
+
+def test_sets_survive_json_and_older_files_have_none():
+  s = by_sets()
+  values = json.loads(json.dumps(s.to_json()))
+  again = evaluate.Summary.from_json(values)
+  assert evaluate.table(evaluate.columns({'x': again})) == evaluate.table(
+    evaluate.columns({'x': s})
+  )
+  assert again.by_set['measure'] == s.by_set['measure']
+  for kind in (values, *values['by_type'].values(), *values['by_set'].values()):
+    kind.pop('by_set', None)
+  older = evaluate.Summary.from_json(values)
+  assert older.by_set == {} and older.success == s.success
+
+
+def test_columns_are_rows_below_the_policies():
+  one = evaluate.columns({'step 5': by_sets()})
+  assert list(one) == ['  find', '  lifespan', '  measure']
+  rows = {'before': by_sets(), 'after': by_sets()}
+  two = evaluate.columns(rows)
+  assert list(two)[-2:] == ['  measure, before', '  measure, after']
+  lines = evaluate.table(rows | two).splitlines()
+  assert [line.split()[0] for line in lines[2:]] == [
+    'before',
+    'after',
+    *['find,'] * 2,
+    *['lifespan,'] * 2,
+    *['measure,'] * 2,
+  ]
+  # Success and score of the column.
+  assert '66.7 [' in lines[-1] and '76.7 [' in lines[-1]
+
+
 def test_an_evaluation_of_faults_alone_is_no_result():
   lost = episode(False, 1, 1, ending=episodes.Ending.FAULT)
   with pytest.raises(ConnectionError, match='all 2 episodes'):
@@ -110,6 +200,32 @@ def launch(*flags):
     capture_output=True,
     text=True,
   )
+
+
+def test_columns_of_sets_are_printed_and_kept(tmp_path):
+  """All 20 tasks of two sets, each once."""
+  output = tmp_path / 'table.json'
+  done = launch(
+    '--config=configs/quickstart.py',
+    "--config.env.task_types=('chem-mix', 'lifespan')",
+    '--config.env.workers=2',
+    '--config.sampler.slots=2',
+    '--config.eval.max_turns=1',
+    '--split=agentgym_standin',
+    '--episodes=0',
+    f'--output={output}',
+  )
+  assert done.returncode == 0, done.stderr
+  (row,) = json.loads(output.read_text())['rows'].values()
+  assert row['episodes'] == 20
+  assert {k: s['episodes'] for k, s in row['by_set'].items()} == {
+    'chem-mix': 5,
+    'lifespan': 15,
+  }
+  assert sum(kind['episodes'] for kind in row['by_type'].values()) == 20
+  shown = [line.split()[:2] for line in done.stdout.splitlines()]
+  assert shown.index(['chem-mix', '5']) == shown.index(['initial', '20']) + 1
+  assert ['lifespan', '15'] in shown
 
 
 def test_reflexion_prints_a_row_a_trial(tmp_path):

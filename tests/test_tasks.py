@@ -2,6 +2,8 @@
 
 import collections
 
+import pytest
+
 from planpo_jax import episodes, tasks
 
 
@@ -47,6 +49,20 @@ def test_spread_is_even_over_types_and_variations():
   # Ten of four: each comes two or three times.
   b = collections.Counter(t.index for t in chosen if t.name == 'b')
   assert sorted(b.values()) == [2, 2, 3, 3]
+
+
+def test_as_many_as_there_are_is_each_once():
+  some = pool(18, 'a') + pool(2, 'b') + pool(41, 'c')
+  assert tasks.spread(some, 61) == some
+  # One less is even over types again.
+  names = collections.Counter(t.name for t in tasks.spread(some, 60))
+  assert names == {'a': 20, 'b': 20, 'c': 20}
+
+
+def test_spread_of_no_tasks_is_named():
+  for count in (0, 5):
+    with pytest.raises(ValueError, match='no tasks to evaluate on'):
+      tasks.spread([], count)
 
 
 def test_refills_are_all_tasks_that_the_step_does_not_play():

@@ -9,6 +9,10 @@ import re
 # so each answers with its own "not understood" text, which the policy reads.
 NO_ACTION = 'invalid'
 
+# Bytes of UTF-8 that an action may have. What is longer is no action, so that a
+# policy cannot have its episode refused by the length of what it writes.
+MAX_BYTES = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class ParsedAction:
@@ -30,8 +34,13 @@ _ACTION = re.compile(
 
 
 def fold(text: str) -> str:
-  """Returns an action as it is sent: lower-case, with white space folded."""
-  return ' '.join(text.lower().split())
+  """Returns an action as it is sent: lower-case, with white space folded.
+
+  It is empty if it would have more than `MAX_BYTES`.
+  """
+  # Lone surrogates, which Python allows, have no UTF-8.
+  action = ' '.join(text.lower().split()).encode(errors='replace')
+  return action.decode() if len(action) <= MAX_BYTES else ''
 
 
 def read_tags(response: str, *, require_thought: bool) -> ParsedAction:

@@ -46,7 +46,8 @@ class Reading:
   Attributes:
     switch: it says SWITCH. Anything else keeps the subgoal.
     subgoal: with white space folded; empty if it names none.
-    action: as it is sent to the environment; empty if it names none.
+    action: as it is sent to the environment; empty if it names none, or one
+      that is too long.
     spans: part -> (first, stop) of the part in the response, tags included,
       in characters; None if it is missing. The first whole one counts.
     valid: each part is there once, in order and not empty, and the first says
@@ -72,18 +73,19 @@ def read(response: str) -> Reading:
   spans = {
     part: found[part][0].span() if found[part] else None for part in PARTS
   }
+  action = actions.fold(inside['action'])
   once = all(len(matches) == 1 for matches in found.values())
   borders = [border for part in PARTS for border in spans[part] or ()]
   return Reading(
     switch=inside['switch'].upper() == 'SWITCH',
     subgoal=inside['subgoal'],
-    action=actions.fold(inside['action']),
+    action=action,
     spans=spans,
     valid=(
       once
       and borders == sorted(borders)
       and inside['switch'].upper() in ('KEEP', 'SWITCH')
-      and all(inside.values())
+      and bool(inside['subgoal'] and action)
     ),
   )
 

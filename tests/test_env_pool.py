@@ -77,6 +77,12 @@ async def play(made, *actions, client='one'):
   return seen.text, lent.pid
 
 
+def resident(pid):
+  """Resident memory of one process, bytes."""
+  pages = pathlib.Path(f'/proc/{pid}/statm').read_text().split()[1]
+  return int(pages) * os.sysconf('SC_PAGE_SIZE')
+
+
 def run(body):
   return asyncio.run(asyncio.wait_for(body, 120.0))
 
@@ -158,7 +164,7 @@ def test_those_who_leave_together_cost_no_worker():
   """A client that plays one and waits for more drops its connection."""
 
   async def body():
-    async with started(1, client=1) as (made, _):
+    async with started(2, client=1) as (made, _):
       holding = await made.acquire('one')
       waiting = [asyncio.ensure_future(made.acquire('one')) for _ in '123']
       await until(lambda: made.waiting == 3)
@@ -168,6 +174,42 @@ def test_those_who_leave_together_cost_no_worker():
       await asyncio.gather(*waiting, return_exceptions=True)
       assert (await play(made, 'hello'))[0] == 'hello'
       assert made.waiting == made.clients == 0
+
+  run(body())
+
+
+def test_place_of_a_client_is_free_before_its_worker_is():
+  async def body():
+    async with started(2, client=1) as (made, _):
+      lent = await made.acquire('one')
+      await lent.reset(TASK, False, False, deadline_s=5.0)
+      step = asyncio.ensure_future(lent.step('sleep 8', deadline_s=60.0))
+      await asyncio.sleep(0.2)
+      waiting = asyncio.ensure_future(made.acquire('one'))
+      await until(lambda: made.waiting == 1)
+      step.cancel()
+      made.release(lent)
+      # The other worker, not the one that is still at it.
+      other = await asyncio.wait_for(waiting, 4.0)
+      assert other is not lent
+      made.release(other)
+
+  run(body())
+
+
+def test_place_of_a_client_is_free_when_its_worker_is_lost():
+  async def body():
+    async with started(2, client=1) as (made, _):
+      lent = await made.acquire('one')
+      waiting = asyncio.ensure_future(made.acquire('one'))
+      await until(lambda: made.waiting == 1)
+      made._build = lambda: asyncio.sleep(60)  # No help is in sight.
+      os.kill(lent.pid, signal.SIGKILL)
+      other = await asyncio.wait_for(waiting, 5.0)
+      made.release(lent)  # As the service does, of a worker that is gone.
+      assert made.clients == made.busy == 1
+      made.release(other)
+      await until(lambda: made.clients == made.busy == 0)
 
   run(body())
 
@@ -290,21 +332,13 @@ def test_memory_of_what_a_worker_started_counts(monkeypatch):
       lent, other = [await made.acquire('one') for _ in '12']
       await lent.reset(TASK, False, False, deadline_s=5.0)
       child = (await lent.step('start', deadline_s=5.0)).text
-      await asyncio.sleep(0.5)
-      status = pathlib.Path(f'/proc/{child}/status').read_text()
-      (kb,) = (
-        int(line.split()[1])
-        for line in status.splitlines()
-        if line.startswith('VmRSS')
+      await until(lambda: resident(child) > 1 << 20)
+      await until(
+        lambda: (
+          abs(lent.memory_bytes - resident(lent.pid) - resident(child))
+          < 1 << 19
+        )
       )
-      own = pathlib.Path(f'/proc/{lent.pid}/status').read_text()
-      (own_kb,) = (
-        int(line.split()[1])
-        for line in own.splitlines()
-        if line.startswith('VmRSS')
-      )
-      await asyncio.sleep(0.5)
-      assert abs((lent.memory_bytes >> 10) - kb - own_kb) < 1024
       made.release(lent)
       made.release(other)
       return int(child)
@@ -383,6 +417,7 @@ def test_abandoned_call_that_hangs_costs_the_worker():
       made.release(lent)
       assert (await play(made, 'hello'))[0] == 'hello'
       assert meter.restarts == ['deadline']
+      assert made.clients == 0
 
   run(body())
 

@@ -1,6 +1,7 @@
 """Playing episodes: order, keys, faults, and processes that die."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -78,6 +79,7 @@ class ScriptedSession:
     self._turn += 1
     await asyncio.sleep(self._latency(self._task, self._turn))
     if self._turn == self._fault_at:
+      self.faults += 1
       raise env_client.EnvFault('the host is gone')
     over = self._turn > self._task.index
     return episodes.Observation(
@@ -93,15 +95,19 @@ class ScriptedSession:
 
 
 class ScriptedClient:
-  """Serves scripted sessions; those of `faulty` tasks break at turn 1.
+  """Serves scripted sessions; those of `faulty` tasks break at their end.
 
   `latency(task, turn)` is the seconds that an answer takes, a reset's is that
-  of turn 0.
+  of turn 0. Only the first `faults` sessions of a faulty task break; `up`
+  services are up.
   """
 
-  def __init__(self, faulty=(), latency=lambda task, turn: 0.0):
-    self._faulty = faulty
+  def __init__(
+    self, faulty=(), latency=lambda task, turn: 0.0, faults=10**9, up=1
+  ):
+    self._faulty = dict.fromkeys(faulty, faults)
     self._latency = latency
+    self.up = up
     self.sessions = []
     self.begun = []
 
@@ -111,7 +117,10 @@ class ScriptedClient:
 
   def session(self, task, *, step_limit):
     self.begun.append((task.index, self.playing))
-    fault_at = 1 if task.index in self._faulty else None
+    fault_at = None
+    if self._faulty.get(task.index, 0):
+      self._faulty[task.index] -= 1
+      fault_at = task.index + 1
     self.sessions.append(ScriptedSession(task, fault_at, self._latency))
     return self.sessions[-1]
 
@@ -230,6 +239,47 @@ def test_a_fault_is_no_failure_and_takes_nobody_with_it():
   whole = play(ScriptedClient(), jobs)
   assert played[4:] == whole[4:]
   assert episodes.learnable(played) == whole[:2] + whole[4:]
+
+
+def test_an_episode_lost_to_a_fault_is_played_again():
+  """Same member, same keys: its tokens are those of a run without faults."""
+  jobs = rollout.group_jobs(TASKS, 4)
+  calm = collect(ScriptedClient(), jobs)
+  client = ScriptedClient(faulty=(2,), faults=5)
+  struck = collect(client, jobs)
+  assert struck.episodes == calm.episodes
+  assert [e.turns for e in struck.episodes] == [e.turns for e in calm.episodes]
+  assert not any(e.ending is episodes.Ending.FAULT for e in struck.episodes)
+  assert struck.stats.refills == 5 and calm.stats.refills == 0
+  assert sum(e.recoveries for e in struck.episodes) == 5
+  assert len(client.sessions) == len(jobs) + 5
+  assert all(session.closed for session in client.sessions)
+  assert struck.stats.scalars()['rollout/refills'] == 5.0
+
+
+def test_refills_have_an_end():
+  jobs = rollout.group_jobs(TASKS[:1], 2)
+  client = ScriptedClient(faulty=(0,))
+  struck = collect(client, jobs)
+  assert [e.ending for e in struck.episodes] == [episodes.Ending.FAULT] * 2
+  assert [e.recoveries for e in struck.episodes] == [3, 3]
+  assert len(client.sessions) == 6 and struck.stats.refills == 4
+
+
+def test_nothing_is_played_again_while_no_service_is_up():
+  jobs = rollout.group_jobs(TASKS, 1)
+  client = ScriptedClient(faulty=(1,), faults=1, up=0)
+  struck = collect(client, jobs)
+  assert struck.episodes[1].ending is episodes.Ending.FAULT
+  assert struck.stats.refills == 0 and len(client.sessions) == 3
+
+
+def test_refills_of_several_collections_add_up():
+  parts = [
+    collect(ScriptedClient(faulty=(1,), faults=count), jobs)
+    for count, jobs in ((1, [(TASKS[1], 0)]), (2, [(TASKS[1], 1)]))
+  ]
+  assert rollout.joined(parts).stats.refills == 3
 
 
 def test_an_episode_that_fills_its_context_is_truncated():
@@ -571,19 +621,26 @@ def test_stats_account_for_the_time_of_the_slots():
   assert stats.scalars()['rollout/occupancy'] == stats.occupancy
 
 
-@pytest.mark.parametrize('victim', ['worker', 'service'])
-def test_killed_processes_change_nothing(victim):
+@pytest.mark.parametrize(
+  'victim, services', [('worker', 1), ('service', 1), ('service', 2)]
+)
+def test_killed_processes_change_nothing(victim, services):
   """kill -9 in mid-rollout: every episode ends as it would have."""
   jobs = rollout.group_jobs(TASKS, 8)
   results = []
   for kill in (False, True):
-    service = env_service.LocalService(
-      'toy', 3, options=('--latency-ms=20,40',)
-    )
-    with service:
+    with contextlib.ExitStack() as stack:
+      running = [
+        stack.enter_context(
+          env_service.LocalService(
+            'toy', 4 - services, options=('--latency-ms=20,40',)
+          )
+        )
+        for _ in range(services)
+      ]
 
-      async def work(address=service.address):
-        client = env_client.EnvClient(address)
+      async def work(addresses=tuple(s.address for s in running)):
+        client = env_client.EnvClient(addresses)
         await client.connect()
         try:
           return await rollout.collect(
@@ -594,7 +651,7 @@ def test_killed_processes_change_nothing(victim):
 
       if kill:
 
-        def strike(pid=service.pid):
+        def strike(pid=running[0].pid):
           time.sleep(1.0)
           target = (
             pid if victim == 'service' else (env_processes.workers_of(pid)[0])

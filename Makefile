@@ -25,6 +25,8 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/advantages.py
 	$(BIN)/python benchmarks/theorem1.py
+	$(BIN)/python benchmarks/env_service.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/model.py $(ARGS)
 
 clean:

@@ -28,7 +28,7 @@ def workers() -> list[psutil.Process]:
   return [
     process
     for process in psutil.Process().children(recursive=True)
-    if 'spawn_main' in ' '.join(process.cmdline())
+    if 'envs_server.child' in process.cmdline()
   ]
 
 

@@ -72,7 +72,7 @@ def main() -> int:
           step_limit=settings.max_turns,
           styles=settings.styles.to_dict(),
           detour_rate=settings.detour_rate,
-          concurrency=config.env.workers,
+          concurrency=env.client.workers,
           progress=lambda done, count: terminal.progress(
             f'recording: {done}/{count} expert episodes'
           ),

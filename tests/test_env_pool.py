@@ -483,6 +483,26 @@ def test_idle_worker_whose_environment_hangs_is_found_by_asking(monkeypatch):
   run(body())
 
 
+def test_idle_workers_are_asked_now_and_then_only(monkeypatch):
+  monkeypatch.setattr(pool, '_ROUND_S', 0.02)
+  monkeypatch.setattr(pool, '_PING_EVERY_S', 0.5)
+  asked = []
+  ping = worker.Worker.ping
+
+  async def counted(one, deadline_s):
+    asked.append(one.pid)
+    await ping(one, deadline_s)
+
+  monkeypatch.setattr(worker.Worker, 'ping', counted)
+
+  async def body():
+    async with started(1):
+      await asyncio.sleep(1.8)
+
+  run(body())
+  assert 1 <= len(asked) <= 4
+
+
 def test_workers_that_stood_still_with_the_service_are_not_blamed(monkeypatch):
   monkeypatch.setattr(pool, '_ROUND_S', 0.1)
   monkeypatch.setattr(pool, '_SILENCE_S', 4.0)

@@ -196,7 +196,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     type=_address,
     default=None,
     metavar='HOST:PORT',
-    help='serve metrics for Prometheus there, with our TLS files if given',
+    help='serve metrics for Prometheus there; on a loopback address in plain '
+    'text, elsewhere with our TLS files',
   )
   args = parser.parse_args(argv)
   if args.env not in env.known():
@@ -354,12 +355,14 @@ async def _bring_up(
   metrics_port = None
   if args.metrics is not None:
     meter.watch(workers)
-    metrics_port = meter.expose(
-      *args.metrics,
-      tls_cert=args.tls_cert,
-      tls_key=args.tls_key,
-      tls_client_ca=args.tls_client_ca,
-    )
+    files = {}
+    if not access.is_loopback(args.metrics[0]):
+      files = {
+        'tls_cert': args.tls_cert,
+        'tls_key': args.tls_key,
+        'tls_client_ca': args.tls_client_ca,
+      }
+    metrics_port = meter.expose(*args.metrics, **files)
   workers.start()
   lent = await workers.acquire('the service', bounded=False)
   try:

@@ -110,6 +110,7 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
         for name, names in self._catalog.sets.items()
       },
       max_action_bytes=self._limits.action_bytes,
+      ready=self._pool.ready,
     )
 
   async def ListTasks(

@@ -28,6 +28,7 @@ ENDINGS = ('terminated', 'truncated', 'abandoned', 'fault', 'refused')
 # first loss from rate() and increase().
 _LOSSES = ('died', 'hung', 'deadline', 'memory', 'error')
 _REPLACEMENTS = (*_LOSSES, 'episodes')
+_FAULTS = (*_LOSSES, 'idle', 'large')
 # From a step of the toy game to the longest reset that is waited for.
 _BUCKETS = (
   *(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3),
@@ -66,13 +67,15 @@ class Telemetry:
   """
 
   def __init__(self, env_name: str):
+    # When a counter began is of no use to anybody, and half of the page.
+    prometheus_client.disable_created_metrics()
     self.registry = prometheus_client.CollectorRegistry()
     self._env = env_name
     self._episodes = self._counter(
       'episodes', 'Episodes by how they ended.', 'ending', ENDINGS
     )
     self._faults = self._counter(
-      'faults', 'Episodes that the service lost, by why.', 'kind', _LOSSES
+      'faults', 'Episodes that the service lost, by why.', 'kind', _FAULTS
     )
     self._restarts = self._counter(
       'worker_restarts', 'Workers replaced, by why.', 'reason', _REPLACEMENTS

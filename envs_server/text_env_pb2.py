@@ -4,30 +4,31 @@
 # source: envs_server/text_env.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-  _runtime_version.Domain.PUBLIC, 7, 35, 1, '', 'envs_server/text_env.proto'
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'envs_server/text_env.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-  b'\n\x1a\x65nvs_server/text_env.proto\x12\x06planpo"\x11\n\x0f\x44\x65scribeRequest"\xec\x02\n\x0b\x44\x65scription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x06splits\x18\x03 \x03(\x0b\x32\x1f.planpo.Description.SplitsEntry\x12\x12\n\ntask_names\x18\x04 \x03(\t\x12\x15\n\raction_format\x18\x05 \x01(\t\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x07 \x01(\x05\x12\x0f\n\x07waiting\x18\x08 \x01(\x05\x12+\n\x04sets\x18\t \x03(\x0b\x32\x1d.planpo.Description.SetsEntry\x12\x18\n\x10max_action_bytes\x18\n \x01(\x05\x1a-\n\x0bSplitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a<\n\tSetsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1e\n\x05value\x18\x02 \x01(\x0b\x32\x0f.planpo.TaskSet:\x02\x38\x01"\x1d\n\x07TaskSet\x12\x12\n\ntask_names\x18\x01 \x03(\t"W\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t"F\n\x0eListTasksReply\x12\x1b\n\x05tasks\x18\x01 \x03(\x0b\x32\x0c.planpo.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t"\xa9\x01\n\x04Task\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x05\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12*\n\x07options\x18\x06 \x03(\x0b\x32\x19.planpo.Task.OptionsEntry\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"T\n\x0bPlayRequest\x12\x1e\n\x05start\x18\x01 \x01(\x0b\x32\r.planpo.StartH\x00\x12\x1a\n\x03\x61\x63t\x18\x02 \x01(\x0b\x32\x0b.planpo.ActH\x00\x42\t\n\x07message"e\n\x05Start\x12\x1a\n\x04task\x18\x01 \x01(\x0b\x32\x0c.planpo.Task\x12\x12\n\nstep_limit\x18\x02 \x01(\x05\x12\x13\n\x0bwant_expert\x18\x03 \x01(\x08\x12\x17\n\x0fwant_admissible\x18\x04 \x01(\x08"#\n\x03\x41\x63t\x12\x0c\n\x04turn\x18\x01 \x01(\x05\x12\x0e\n\x06\x61\x63tion\x18\x02 \x01(\t"\x88\x02\n\x05Reply\x12\x0c\n\x04turn\x18\x01 \x01(\x05\x12\x13\n\x0bobservation\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x0f\n\x07success\x18\x05 \x01(\x08\x12\x1e\n\x06\x65nding\x18\x06 \x01(\x0e\x32\x0e.planpo.Ending\x12\x0c\n\x04goal\x18\x07 \x01(\t\x12\x16\n\x0e\x65xpert_actions\x18\x08 \x03(\t\x12\x12\n\nadmissible\x18\t \x03(\t\x12%\n\x04info\x18\n \x03(\x0b\x32\x17.planpo.Reply.InfoEntry\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*1\n\x06\x45nding\x12\x08\n\x04NONE\x10\x00\x12\x0e\n\nTERMINATED\x10\x01\x12\r\n\tTRUNCATED\x10\x02\x32\xb2\x01\n\x07TextEnv\x12\x38\n\x08\x44\x65scribe\x12\x17.planpo.DescribeRequest\x1a\x13.planpo.Description\x12=\n\tListTasks\x12\x18.planpo.ListTasksRequest\x1a\x16.planpo.ListTasksReply\x12.\n\x04Play\x12\x13.planpo.PlayRequest\x1a\r.planpo.Reply(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x65nvs_server/text_env.proto\x12\x06planpo\"\x11\n\x0f\x44\x65scribeRequest\"\xfb\x02\n\x0b\x44\x65scription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12/\n\x06splits\x18\x03 \x03(\x0b\x32\x1f.planpo.Description.SplitsEntry\x12\x12\n\ntask_names\x18\x04 \x03(\t\x12\x15\n\raction_format\x18\x05 \x01(\t\x12\x0f\n\x07workers\x18\x06 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x07 \x01(\x05\x12\x0f\n\x07waiting\x18\x08 \x01(\x05\x12+\n\x04sets\x18\t \x03(\x0b\x32\x1d.planpo.Description.SetsEntry\x12\x18\n\x10max_action_bytes\x18\n \x01(\x05\x12\r\n\x05ready\x18\x0b \x01(\x05\x1a-\n\x0bSplitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a<\n\tSetsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1e\n\x05value\x18\x02 \x01(\x0b\x32\x0f.planpo.TaskSet:\x02\x38\x01\"\x1d\n\x07TaskSet\x12\x12\n\ntask_names\x18\x01 \x03(\t\"W\n\x10ListTasksRequest\x12\r\n\x05split\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"F\n\x0eListTasksReply\x12\x1b\n\x05tasks\x18\x01 \x03(\x0b\x32\x0c.planpo.Task\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xa9\x01\n\x04Task\x12\x0b\n\x03\x65nv\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x05\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12*\n\x07options\x18\x06 \x03(\x0b\x32\x19.planpo.Task.OptionsEntry\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"T\n\x0bPlayRequest\x12\x1e\n\x05start\x18\x01 \x01(\x0b\x32\r.planpo.StartH\x00\x12\x1a\n\x03\x61\x63t\x18\x02 \x01(\x0b\x32\x0b.planpo.ActH\x00\x42\t\n\x07message\"e\n\x05Start\x12\x1a\n\x04task\x18\x01 \x01(\x0b\x32\x0c.planpo.Task\x12\x12\n\nstep_limit\x18\x02 \x01(\x05\x12\x13\n\x0bwant_expert\x18\x03 \x01(\x08\x12\x17\n\x0fwant_admissible\x18\x04 \x01(\x08\"#\n\x03\x41\x63t\x12\x0c\n\x04turn\x18\x01 \x01(\x05\x12\x0e\n\x06\x61\x63tion\x18\x02 \x01(\t\"\x88\x02\n\x05Reply\x12\x0c\n\x04turn\x18\x01 \x01(\x05\x12\x13\n\x0bobservation\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\x12\x0f\n\x07success\x18\x05 \x01(\x08\x12\x1e\n\x06\x65nding\x18\x06 \x01(\x0e\x32\x0e.planpo.Ending\x12\x0c\n\x04goal\x18\x07 \x01(\t\x12\x16\n\x0e\x65xpert_actions\x18\x08 \x03(\t\x12\x12\n\nadmissible\x18\t \x03(\t\x12%\n\x04info\x18\n \x03(\x0b\x32\x17.planpo.Reply.InfoEntry\x1a+\n\tInfoEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*1\n\x06\x45nding\x12\x08\n\x04NONE\x10\x00\x12\x0e\n\nTERMINATED\x10\x01\x12\r\n\tTRUNCATED\x10\x02\x32\xb2\x01\n\x07TextEnv\x12\x38\n\x08\x44\x65scribe\x12\x17.planpo.DescribeRequest\x1a\x13.planpo.Description\x12=\n\tListTasks\x12\x18.planpo.ListTasksRequest\x1a\x16.planpo.ListTasksReply\x12.\n\x04Play\x12\x13.planpo.PlayRequest\x1a\r.planpo.Reply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(
-  DESCRIPTOR, 'envs_server.text_env_pb2', _globals
-)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'envs_server.text_env_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIPTION_SPLITSENTRY']._loaded_options = None
@@ -38,36 +39,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK_OPTIONSENTRY']._serialized_options = b'8\001'
   _globals['_REPLY_INFOENTRY']._loaded_options = None
   _globals['_REPLY_INFOENTRY']._serialized_options = b'8\001'
-  _globals['_ENDING']._serialized_start = 1281
-  _globals['_ENDING']._serialized_end = 1330
-  _globals['_DESCRIBEREQUEST']._serialized_start = 38
-  _globals['_DESCRIBEREQUEST']._serialized_end = 55
-  _globals['_DESCRIPTION']._serialized_start = 58
-  _globals['_DESCRIPTION']._serialized_end = 422
-  _globals['_DESCRIPTION_SPLITSENTRY']._serialized_start = 315
-  _globals['_DESCRIPTION_SPLITSENTRY']._serialized_end = 360
-  _globals['_DESCRIPTION_SETSENTRY']._serialized_start = 362
-  _globals['_DESCRIPTION_SETSENTRY']._serialized_end = 422
-  _globals['_TASKSET']._serialized_start = 424
-  _globals['_TASKSET']._serialized_end = 453
-  _globals['_LISTTASKSREQUEST']._serialized_start = 455
-  _globals['_LISTTASKSREQUEST']._serialized_end = 542
-  _globals['_LISTTASKSREPLY']._serialized_start = 544
-  _globals['_LISTTASKSREPLY']._serialized_end = 614
-  _globals['_TASK']._serialized_start = 617
-  _globals['_TASK']._serialized_end = 786
-  _globals['_TASK_OPTIONSENTRY']._serialized_start = 740
-  _globals['_TASK_OPTIONSENTRY']._serialized_end = 786
-  _globals['_PLAYREQUEST']._serialized_start = 788
-  _globals['_PLAYREQUEST']._serialized_end = 872
-  _globals['_START']._serialized_start = 874
-  _globals['_START']._serialized_end = 975
-  _globals['_ACT']._serialized_start = 977
-  _globals['_ACT']._serialized_end = 1012
-  _globals['_REPLY']._serialized_start = 1015
-  _globals['_REPLY']._serialized_end = 1279
-  _globals['_REPLY_INFOENTRY']._serialized_start = 1236
-  _globals['_REPLY_INFOENTRY']._serialized_end = 1279
-  _globals['_TEXTENV']._serialized_start = 1333
-  _globals['_TEXTENV']._serialized_end = 1511
+  _globals['_ENDING']._serialized_start=1296
+  _globals['_ENDING']._serialized_end=1345
+  _globals['_DESCRIBEREQUEST']._serialized_start=38
+  _globals['_DESCRIBEREQUEST']._serialized_end=55
+  _globals['_DESCRIPTION']._serialized_start=58
+  _globals['_DESCRIPTION']._serialized_end=437
+  _globals['_DESCRIPTION_SPLITSENTRY']._serialized_start=330
+  _globals['_DESCRIPTION_SPLITSENTRY']._serialized_end=375
+  _globals['_DESCRIPTION_SETSENTRY']._serialized_start=377
+  _globals['_DESCRIPTION_SETSENTRY']._serialized_end=437
+  _globals['_TASKSET']._serialized_start=439
+  _globals['_TASKSET']._serialized_end=468
+  _globals['_LISTTASKSREQUEST']._serialized_start=470
+  _globals['_LISTTASKSREQUEST']._serialized_end=557
+  _globals['_LISTTASKSREPLY']._serialized_start=559
+  _globals['_LISTTASKSREPLY']._serialized_end=629
+  _globals['_TASK']._serialized_start=632
+  _globals['_TASK']._serialized_end=801
+  _globals['_TASK_OPTIONSENTRY']._serialized_start=755
+  _globals['_TASK_OPTIONSENTRY']._serialized_end=801
+  _globals['_PLAYREQUEST']._serialized_start=803
+  _globals['_PLAYREQUEST']._serialized_end=887
+  _globals['_START']._serialized_start=889
+  _globals['_START']._serialized_end=990
+  _globals['_ACT']._serialized_start=992
+  _globals['_ACT']._serialized_end=1027
+  _globals['_REPLY']._serialized_start=1030
+  _globals['_REPLY']._serialized_end=1294
+  _globals['_REPLY_INFOENTRY']._serialized_start=1251
+  _globals['_REPLY_INFOENTRY']._serialized_end=1294
+  _globals['_TEXTENV']._serialized_start=1348
+  _globals['_TEXTENV']._serialized_end=1526
 # @@protoc_insertion_point(module_scope)

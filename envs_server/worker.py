@@ -97,8 +97,9 @@ class Worker:
       WorkerLostError: it cannot be built.
     """
     name, max_bytes = self._command
-    ours, theirs = socket.socketpair()
+    ours: socket.socket | None = None
     try:
+      ours, theirs = socket.socketpair()
       # With our copy of their end closed, the death of the process reads as
       # end of file.
       with theirs:
@@ -121,7 +122,8 @@ class Worker:
       )
       await self._answer('start', _BUILD_DEADLINE_S, 'deadline')
     except OSError as error:
-      ours.close()
+      if ours is not None:
+        ours.close()
       self.kill('error', f'no process can be started ({error})')
       raise WorkerLostError(self.kind, self.lost) from error
     except asyncio.CancelledError:

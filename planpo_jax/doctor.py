@@ -65,6 +65,9 @@ _WORKER_MB = 350
 # Open files that a service asks for: with its queue as it comes, and a worker.
 _FILES, _FILES_OF_WORKER = 100 + 4 * 1024, 4
 _GIB = 2**30
+_PACKAGES = 'packages'
+# More missing packages than this are one cause and one command.
+_SOME = 3
 # Errors of these types are sentences for the user.
 _SENTENCES = (RuntimeError, ValueError, OSError)
 
@@ -145,7 +148,11 @@ def _examine(script: str, arguments: list[str], started: list[_Process]) -> int:
       text = ' '.join(finding.text.split())
       print(f'{finding.state:<8}{finding.name}: {text}', flush=True)
 
-  say([_python(), *_packages(), _jax_versions()])
+  say([_python(), *_packages()])
+  if (found[-1].state, found[-1].name) == (MISSING, _PACKAGES):
+    print('all else needs them; install them, then run this again')
+    return 1
+  say([_jax_versions()])
   config, deadline_s, env = '{}', _DEADLINE_S, {'name': '', 'address': ''}
   if read:
     config, deadline_s = read['config'], read['deadline_s']
@@ -286,8 +293,22 @@ def _packages() -> list[Finding]:
   """What of requirements.txt is not installed, or in another version."""
   path = _ROOT / 'requirements.txt'
   if not path.exists():
-    return [Finding(WARN, 'packages', f'there is no {path} to compare with')]
+    return [Finding(WARN, _PACKAGES, f'there is no {path} to compare with')]
   pinned = _pinned(path)
+  absent = [name for name in pinned if _version(name) is None]
+  if len(absent) > _SOME:
+    mend = f'`{_PIP} -r {_needs()}`'
+    ready = _ROOT / '.venv/bin/python'
+    if ready.exists() and pathlib.Path(sys.prefix) != _ROOT / '.venv':
+      mend += f', or use {ready}'
+    return [
+      Finding(
+        MISSING,
+        _PACKAGES,
+        f'{len(absent)} of {len(pinned)} of requirements.txt are not '
+        f'installed ({", ".join(absent[:_SOME])}, ...): {mend}',
+      )
+    ]
   odd = []
   for name, version in pinned.items():
     installed = _version(name)
@@ -303,7 +324,7 @@ def _packages() -> list[Finding]:
       )
     )
   fit = f'all {len(pinned)} of requirements.txt as pinned'
-  return odd or [Finding(OK, 'packages', fit)]
+  return odd or [Finding(OK, _PACKAGES, fit)]
 
 
 def _pinned(path: pathlib.Path) -> dict[str, str]:

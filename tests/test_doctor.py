@@ -262,6 +262,23 @@ def test_package_that_is_not_installed_is_missing(tmp_path):
   assert report.lines['package jax'][0] == 'warn'
 
 
+def test_machine_without_packages_is_told_in_one_line(tmp_path):
+  for name in ('launch', 'planpo_jax', 'envs_server', 'configs'):
+    (tmp_path / name).symlink_to(ROOT / name)
+  (tmp_path / 'requirements.txt').write_text(
+    ''.join(f'no-such-{i}==1\n' for i in range(5)) + 'jax==1\n'
+  )
+  report = examine(SMOKE, root=tmp_path)
+  assert report.code == 1
+  assert report.of('missing') == ['packages']
+  assert set(report.lines) == {'python', 'packages'}
+  text = report.lines['packages'][1]
+  assert text.startswith(
+    '5 of 6 of requirements.txt are not installed (no-such-0, no-such-1, '
+    f'no-such-2, ...): `{sys.executable} -m pip install -r {tmp_path}/'
+  )
+
+
 def test_package_that_the_configuration_needs_leaves_the_other_lines(tmp_path):
   (tmp_path / 'ml_collections.py').write_text(
     "raise ImportError('it is broken')\n"

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
 import env_processes
 import grpc
 import grpc.aio
 import pytest
+import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -816,6 +818,35 @@ def test_latency_changes_nothing_but_time():
     slowly = with_client(slow.address, body)
     quickly = with_client(fast.address, body)
   assert [seen for seen, _ in slowly] == [seen for seen, _ in quickly]
+
+
+def test_metrics_on_loopback_are_plain_text_whatever_the_service_speaks(
+  tmp_path,
+):
+  authority = trustme.CA()
+  issued = authority.issue_cert('localhost')
+  issued.private_key_pem.write_to_path(tmp_path / 'key.pem')
+  issued.cert_chain_pems[0].write_to_path(tmp_path / 'cert.pem')
+  server = subprocess.Popen(
+    [sys.executable, '-m', 'envs_server', '--env=toy', '--metrics=127.0.0.1:0']
+    + [f'--tls-cert={tmp_path}/cert.pem', f'--tls-key={tmp_path}/key.pem'],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=pathlib.Path(serve.__file__).parents[1],
+  )
+  try:
+    assert server.stdout.readline().startswith('listening on 127.0.0.1:')
+    address = server.stdout.readline().removeprefix('metrics on ').strip()
+    with urllib.request.urlopen(
+      f'http://{address}/metrics', timeout=10
+    ) as page:
+      text = page.read().decode()
+  finally:
+    server.terminate()
+    server.wait()
+  assert 'planpo_env_workers 1.0' in text
+  assert 'planpo_env_faults_total{env="toy",kind="idle"} 0.0' in text
+  assert '_created' not in text
 
 
 def test_service_by_itself_has_the_versions_of_the_whole():

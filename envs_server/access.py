@@ -58,8 +58,6 @@ class Access:
 
 def is_loopback(host: str) -> bool:
   """Whether only this machine can reach `host`; asks no name server."""
-  if host.startswith(('unix:', 'unix-abstract:')):
-    return True
   if host.lower() == 'localhost':
     return True
   if host.startswith('[') and host.endswith(']'):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
@@ -49,14 +50,32 @@ def _answer(pipe: _Pipe, made: env.TextEnv, method: str, args: list) -> bool:
     args = [env.Task(**args[0]), *args[1:]]
   try:
     value = getattr(made, method)(*args)
+    if method in ('reset', 'step'):
+      _check(method, value)
+    pipe.answer('ok', _plain(value))
   except env.TaskError as error:
     pipe.answer('task', str(error))
   except Exception as error:
     pipe.answer('error', _describe(error))
     return False
-  else:
-    pipe.answer('ok', _plain(value))
   return method != 'close'
+
+
+def _check(method: str, seen: Any) -> None:
+  """Raises TypeError or ValueError if `seen` is no observation.
+
+  An environment may be anybody's, and the service must not stumble over it.
+  """
+  if not isinstance(seen, env.Observation):
+    raise TypeError(
+      f'{method} returned {type(seen).__name__}, not an env.Observation'
+    )
+  texts = (seen.text, seen.goal, *seen.expert_actions, *seen.admissible)
+  for text in (*texts, *seen.info, *seen.info.values()):
+    if not isinstance(text, str):
+      raise TypeError(f'{method} returned {text!r} where a str must be')
+  if not math.isfinite(seen.score):
+    raise ValueError(f'{method} returned the score {seen.score}')
 
 
 class _Pipe:
@@ -116,7 +135,13 @@ def _plain(value: Any) -> Any:
     }
     fields['options'] = {k: list(v) for k, v in value.options.items()}
     return fields
-  return {name: _text(field) for name, field in fields.items()}
+  plain = {name: _text(field) for name, field in fields.items()}
+  # Numbers of NumPy are no numbers of JSON.
+  return plain | {
+    'score': float(value.score),
+    'success': bool(value.success),
+    'terminated': bool(value.terminated),
+  }
 
 
 def _indices(found) -> dict | list:

@@ -9,11 +9,19 @@ is imported by these functions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import logging
 import pkgutil
 import types
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+# Indices that an error lists; of more it says the first and the last.
+_FEW = 100
+
+
+_log = logging.getLogger(__name__)
 
 
 class TaskError(ValueError):
@@ -111,21 +119,45 @@ class Catalog:
     Raises:
       TaskError: unknown split, task type or set; the known ones are listed.
     """
+    return self.page(env, split, names)[0]
+
+  def page(
+    self,
+    env: str,
+    split: str,
+    names: Sequence[str] = (),
+    *,
+    first: int = 0,
+    count: int | None = None,
+  ) -> tuple[list[Task], int]:
+    """A part of what `tasks` lists, and how many that are.
+
+    Args:
+      env: see `tasks`, likewise the next two.
+      split: a split.
+      names: task types and sets.
+      first: number of the first task, from 0.
+      count: number of tasks; None for all that remain.
+    """
     _known('split', split, self.indices)
     types = set()
-    for name in names:
-      if name not in self.sets and name not in self.task_names:
+    for name in dict.fromkeys(names):
+      if name not in self.sets and name not in self.indices[split]:
         raise TaskError(
           f'unknown task type or set {name!r}; sets: {_listed(self.sets)}; '
           f'types: {_listed(self.task_names)}.'
         )
       types.update(self.sets.get(name, (name,)))
-    return [
-      Task(env, split, index, name)
-      for name, indices in self.indices[split].items()
-      if not names or name in types
-      for index in indices
-    ]
+    found: list[Task] = []
+    before = 0
+    for name, indices in self.indices[split].items():
+      if names and name not in types:
+        continue
+      start = max(0, first - before)
+      stop = None if count is None else start + count - len(found)
+      found += [Task(env, split, i, name) for i in indices[start:stop]]
+      before += len(indices)
+    return found, before
 
   def check(self, task: Task) -> None:
     """Raises TaskError, listing what is known, if `task` cannot exist."""
@@ -139,13 +171,23 @@ class Catalog:
       )
     for option, value in task.options.items():
       _known('option', option, self.options)
-      for part in value.split(','):
-        if part:
-          _known(f'value of option {option!r}', part, self.options[option])
+      parts = [part for part in value.split(',') if part]
+      if len(parts) > len(self.options[option]):
+        raise TaskError(
+          f'option {option!r} has {len(parts)} values, more than there are; '
+          'name each once.'
+        )
+      for part in parts:
+        _known(f'value of option {option!r}', part, self.options[option])
 
 
 class TextEnv(Protocol):
-  """One environment; it lives in a process of its own and plays one task."""
+  """One environment; it lives in a process of its own and plays one task.
+
+  What it starts must end with it: processes stay in its group, and are started
+  with `preexec_fn=lifetime.die_with_parent`, for the whole service may be
+  killed.
+  """
 
   def catalog(self) -> Catalog:
     """Returns what can be asked of this environment. Forgets the episode."""
@@ -181,12 +223,24 @@ def known() -> tuple[str, ...]:
     sorted(
       info.name
       for info in pkgutil.iter_modules(package)
-      if not info.name.startswith('_')
-      and hasattr(
-        importlib.import_module(f'envs_server.{info.name}'), 'make_env'
-      )
+      if not info.name.startswith('_') and _makes_env(info.name)
     )
   )
+
+
+@functools.cache  # A module that is broken is told of once.
+def _makes_env(name: str) -> bool:
+  try:
+    return hasattr(module(name), 'make_env')
+  except Exception as error:
+    # It shall not stop the others, which may have nothing to do with it.
+    _log.warning(
+      'envs_server.%s is left out: it cannot be imported (%s: %s)',
+      name,
+      type(error).__name__,
+      error,
+    )
+    return False
 
 
 def module(name: str) -> types.ModuleType:
@@ -206,6 +260,8 @@ def _listed(values) -> str:
 def _span(indices: Sequence[int]) -> str:
   if not indices:
     return 'none'
-  if list(indices) == list(range(indices[0], indices[-1] + 1)):
+  if len(indices) > _FEW or list(indices) == list(
+    range(indices[0], indices[-1] + 1)
+  ):
     return f'{indices[0]} to {indices[-1]}'
   return ', '.join(map(str, indices))

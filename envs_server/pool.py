@@ -14,8 +14,15 @@ from envs_server import telemetry, worker
 
 _log = logging.getLogger(__name__)
 
+# Those that we may use, where the system tells.
+_CORES = (
+  len(os.sched_getaffinity(0))
+  if hasattr(os, 'sched_getaffinity')
+  else os.cpu_count() or 1
+)
 # Processes started at a time: more would only slow each other down.
-_BUILDS = max(4, 2 * (os.cpu_count() or 1))
+_BUILDS = max(4, 2 * _CORES)
+_FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 10.0
 # Builds in a row that fail before those who wait are told.
 _HOPELESS = 3
@@ -36,16 +43,14 @@ class Limits:
   """What the pool keeps within bounds.
 
   Attributes:
-    call_s: seconds after which a call that nobody waits for is given up.
     queue: episodes that may wait.
-    client: episodes that one client may play at a time; 0: all.
-    episodes: a worker is replaced after so many; 0: never.
+    client: workers that one client may have at a time; 0: all.
+    episodes: a worker is replaced after so many at most; 0: never.
     memory_bytes: resident memory of a worker with its children above which it
       is replaced after its episode; at twice that at once. 0: none.
     message_bytes: of an observation with all that comes with it.
   """
 
-  call_s: float
   queue: int
   client: int
   episodes: int
@@ -81,8 +86,9 @@ class Pool:
     self._meter = meter
     self._alive: set[worker.Worker] = set()
     self._idle: collections.deque[worker.Worker] = collections.deque()
-    # By whom; empty once it is given back, while its last call goes on.
-    self._lent: dict[worker.Worker, str] = {}
+    self._lent: dict[worker.Worker, str] = {}  # To whom.
+    self._settling: set[worker.Worker] = set()  # Given back, still in a call.
+    self._checking = 0  # Idle workers that are asked whether they are well.
     self._playing: collections.Counter[str] = collections.Counter()
     # Who waits, by client; the client whose turn is next comes first.
     self._lanes: collections.OrderedDict[
@@ -92,7 +98,8 @@ class Pool:
     self._builds = asyncio.Semaphore(_BUILDS)
     self._closing = False
     self._built = 0  # Workers so far.
-    self._failures = 0  # Builds that failed since the last that did not.
+    # Workers that were of no use, since the last that was.
+    self._failures = 0
 
   @property
   def ready(self) -> int:
@@ -141,7 +148,9 @@ class Pool:
     future = asyncio.get_running_loop().create_future()
     self._lanes.setdefault(client, collections.deque()).append(future)
     self._serve()
-    if bounded and not future.done() and self.waiting > self._limits.queue:
+    # Those that are being checked will be free in a moment.
+    room = self._limits.queue + self._checking
+    if bounded and not future.done() and self.waiting > room:
       self._turn_one_away(client)
     try:
       return await future
@@ -155,12 +164,11 @@ class Pool:
 
   def release(self, lent: worker.Worker, *, played: bool = True) -> None:
     """Takes a worker back, even one that is still in a call."""
-    if client := self._lent.get(lent):  # Else it is lost.
-      self._lent[lent] = ''
-      self._less(client)
-      lent.episodes += played
-      self._chore(self._take_back(lent))
-      self._serve()
+    if lent not in self._lent or lent in self._settling:
+      return  # It is lost, or comes back already.
+    self._settling.add(lent)
+    lent.episodes += played
+    self._chore(self._take_back(lent))
 
   async def close(self) -> None:
     """Ends all workers."""
@@ -174,7 +182,7 @@ class Pool:
 
   def _serve(self) -> None:
     """Gives idle workers to those who wait."""
-    while self._idle and (client := self._next_client()):
+    while self._idle and (client := self._next_client()) is not None:
       future = self._lanes[client].popleft()
       if future.done():  # It is leaving, but has not come to it yet.
         self._drop_lane(client)
@@ -186,13 +194,13 @@ class Pool:
       self._playing[client] += 1
       future.set_result(lent)
 
-  def _next_client(self) -> str:
-    """Whose turn it is; empty if nobody may be served."""
+  def _next_client(self) -> str | None:
+    """Whose turn it is; None if nobody may be served."""
     limit = self._limits.client
     for client in self._lanes:
       if not limit or self._playing[client] < limit:
         return client
-    return ''
+    return None
 
   def _turn_one_away(self, newcomer: str) -> None:
     """Makes room: the last of those goes of whom most wait."""
@@ -210,10 +218,16 @@ class Pool:
     for client in [c for c, waiting in self._lanes.items() if not waiting]:
       del self._lanes[client]
 
-  def _less(self, client: str) -> None:
+  def _returned(self, lent: worker.Worker) -> bool:
+    """Gives the place of a worker back to its client; False if it has none."""
+    self._settling.discard(lent)
+    if lent not in self._lent:
+      return False
+    client = self._lent.pop(lent)
     self._playing[client] -= 1
     if not self._playing[client]:
       del self._playing[client]
+    return True
 
   def _leave(self, client: str, future: asyncio.Future) -> None:
     if future in self._lanes.get(client, ()):
@@ -224,11 +238,11 @@ class Pool:
     if not self._lanes[client]:
       del self._lanes[client]
 
-  def _deny(self, error: worker.WorkerLostError) -> None:
+  def _deny(self, why: str) -> None:
     for lane in self._lanes.values():
       for future in lane:
         if not future.done():
-          future.set_exception(worker.WorkerLostError(error.kind, str(error)))
+          future.set_exception(worker.WorkerLostError('error', why))
     self._lanes.clear()
 
   # -- Workers -----------------------------------------------------------------
@@ -237,11 +251,18 @@ class Pool:
     # The event loop itself holds tasks only weakly.
     chore = asyncio.ensure_future(work)
     self._chores.add(chore)
-    chore.add_done_callback(self._chores.discard)
+    chore.add_done_callback(self._done)
+
+  def _done(self, chore: asyncio.Task) -> None:
+    self._chores.discard(chore)
+    if not chore.cancelled() and chore.exception():
+      _log.error('a chore of the pool failed', exc_info=chore.exception())
 
   async def _build(self) -> None:
-    backoff_s = 0.1
     while True:
+      if self._failures:
+        backoff_s = _FIRST_BACKOFF_S * 2 ** min(self._failures - 1, 10)
+        await asyncio.sleep(min(backoff_s, _LONGEST_BACKOFF_S))
       async with self._builds:
         made = worker.Worker(
           self._env_name, self._limits.message_bytes, self._lost
@@ -250,31 +271,34 @@ class Pool:
         try:
           await made.build()
           break
-        except worker.WorkerLostError as error:
+        # Whatever it is: nothing may make the pool smaller in silence.
+        except Exception as error:
+          self._alive.discard(made)
           self._failures += 1
           _log.warning('%s cannot be built: %s', self._env_name, error)
           if self._failures >= min(_HOPELESS, self.size) and not self.ready:
-            self._deny(error)
-      await asyncio.sleep(backoff_s)
-      backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
-    self._failures = 0
+            self._deny(str(error))
+    made.last_episode = self._limits.episodes
+    if self._built < self.size:
+      # Those of the start shall not all reach their last episode together.
+      share = self._built / (2 * self.size)
+      made.last_episode -= int(self._limits.episodes * share)
     self._built += 1
-    # Those of the first hour do not all reach their last episode together.
-    if limit := self._limits.episodes:
-      share = (self._built - 1) % self.size / (2 * self.size)
-      made.episodes = int(limit * share)
     self._free(made)
 
   def _free(self, free: worker.Worker) -> None:
-    self._idle.append(free)
-    self._serve()
+    if not free.lost:
+      self._idle.append(free)
+      self._serve()
 
   async def _take_back(self, lent: worker.Worker) -> None:
-    await lent.settle(self._limits.call_s)
-    if self._lent.pop(lent, None) is None:
+    await lent.settle()
+    if not self._returned(lent):
       return  # Lost meanwhile.
+    if lent.useful:
+      self._failures = 0
     cap = self._limits.memory_bytes
-    if self._limits.episodes and lent.episodes >= self._limits.episodes:
+    if self._limits.episodes and lent.episodes >= lent.last_episode:
       await self._retire(lent, 'episodes')
     elif cap and lent.memory_bytes > cap:
       await self._retire(lent, 'memory')
@@ -296,13 +320,14 @@ class Pool:
     self._alive.discard(gone)
     if gone in self._idle:
       self._idle.remove(gone)
-    if client := self._lent.pop(gone, ''):
-      self._less(client)
-      self._serve()
+    self._returned(gone)
+    self._serve()
     # One that dies unbuilt is seen to by `_build`.
     if not gone.ready or self._closing:
       return
     gone.ready = False
+    # One that was built to die must not be built for ever without a pause.
+    self._failures += not gone.useful
     if gone.kind != 'closed':
       self._meter.restart(gone.kind)
       _log.warning('replacing a %s worker: %s', self._env_name, gone.lost)
@@ -317,26 +342,34 @@ class Pool:
     while True:
       before_s = loop.time()
       await asyncio.sleep(_ROUND_S)
-      stopped = loop.time() - before_s > 3 * _ROUND_S
-      for one in [w for w in self._alive if w.ready]:
-        if stopped:  # We were, and with the whole machine so were they.
-          one.pardon()
-        if one.silent_s > _SILENCE_S:
-          one.kill('hung', f'no sign of life for {_SILENCE_S:g} s')
       now = loop.time()
+      self._find_silent(now - before_s > 3 * _ROUND_S)
       for one in list(self._idle):
         if now - one.checked_s > _PING_EVERY_S:
           self._idle.remove(one)
+          self._checking += 1
           self._chore(self._check(one))
       if now - measured_s > _MEASURE_EVERY_S:
         measured_s = now
-        await self._measure()
+        try:
+          await self._measure()
+        except OSError as error:  # Such as: no more files may be opened.
+          _log.warning('the memory of workers cannot be measured: %s', error)
+
+  def _find_silent(self, stopped: bool) -> None:
+    for one in [w for w in self._alive if w.ready]:
+      if stopped:  # We were, and with the whole machine so were they.
+        one.pardon()
+      if one.silent_s > _SILENCE_S:
+        one.kill('hung', f'no sign of life for {_SILENCE_S:g} s')
 
   async def _check(self, idle: worker.Worker) -> None:
     try:
       await idle.ping(_PING_DEADLINE_S)
     except worker.WorkerLostError:
       return  # It is being replaced.
+    finally:
+      self._checking -= 1
     self._free(idle)
 
   async def _measure(self) -> None:
@@ -361,6 +394,6 @@ def _resident_bytes(groups: set[int]) -> dict[int, int]:
       group = os.getpgid(pid)
       if group in groups:
         used[group] += psutil.Process(pid).memory_info().rss
-    except (ProcessLookupError, PermissionError, psutil.Error):
+    except (OSError, psutil.Error):
       continue  # It has just ended, or is none of ours.
   return used

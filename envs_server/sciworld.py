@@ -7,6 +7,7 @@ times the step itself.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import logging
@@ -112,6 +113,7 @@ class ScienceWorld:
         listed = getattr(self._engine, getter)().toString()
         indices[split][name] = tuple(map(int, re.findall(r'\d+', listed)))
     indices[_STAND_IN] = sciworld_sets.stand_in(indices['test'])
+    version = f'scienceworld {importlib.metadata.version("scienceworld")}'
     if path := os.environ.get(_LIST):
       counts = {
         name: sum(len(indices[split][name]) for split in _SPLITS)
@@ -119,9 +121,12 @@ class ScienceWorld:
       }
       listed, left = sciworld_sets.read_list(pathlib.Path(path), counts)
       indices |= {'agentgym_test': listed, 'agentgym_train': left}
+      # Two services with two lists do not serve the same.
+      digest = hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+      version += f', list {digest[:8]}'
     simplifications = self._engine.getPossibleSimplifications().split(', ')
     return env.Catalog(
-      version=f'scienceworld {importlib.metadata.version("scienceworld")}',
+      version=version,
       action_format=_ACTION_FORMAT,
       indices=indices,
       options={_OPTION: ('easy', *simplifications)},

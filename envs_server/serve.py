@@ -44,6 +44,7 @@ _OPTIONS = (
   ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
   ('grpc.http2.max_ping_strikes', 0),
 )
+_CONDITION_EVERY_S = 2.0
 _GRACE_S = 1.0
 # Seconds for an orderly end once the parent is gone; then a hard one.
 _LAST_GRACE_S = 7.0
@@ -304,7 +305,6 @@ async def _serve(args: argparse.Namespace, granted: access.Access) -> None:
     ).start()
   meter = telemetry.Telemetry(args.env)
   limits = pool.Limits(
-    call_s=args.step_deadline_s,
     queue=args.queue,
     client=args.client_limit,
     episodes=args.max_episodes,
@@ -317,9 +317,14 @@ async def _serve(args: argparse.Namespace, granted: access.Access) -> None:
     options=(
       *_OPTIONS,
       ('grpc.max_receive_message_length', args.max_message_bytes),
+      # Of a connection: what it may play and wait for, and some other calls.
+      ('grpc.max_concurrent_streams', args.workers + args.queue + 100),
     ),
   )
-  up = asyncio.ensure_future(_bring_up(args, granted, workers, meter, server))
+  condition = health.aio.HealthServicer()
+  up = asyncio.ensure_future(
+    _bring_up(args, granted, workers, meter, server, condition)
+  )
   stopped = asyncio.ensure_future(stop.wait())
   try:
     await asyncio.wait([up, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -330,8 +335,11 @@ async def _serve(args: argparse.Namespace, granted: access.Access) -> None:
         print(
           f'metrics on {_joined(args.metrics[0], metrics_port)}', flush=True
         )
-      await stopped
+      while not stop.is_set():
+        await _tell_condition(condition, workers)
+        await asyncio.wait([stopped], timeout=_CONDITION_EVERY_S)
   finally:
+    await condition.enter_graceful_shutdown()
     for task in (up, stopped):
       task.cancel()
     await asyncio.gather(up, stopped, return_exceptions=True)
@@ -345,6 +353,7 @@ async def _bring_up(
   workers: pool.Pool,
   meter: telemetry.Telemetry,
   server: grpc.aio.Server,
+  condition: health.aio.HealthServicer,
 ) -> tuple[int, int | None]:
   """Starts workers and service; returns their port and that of the metrics.
 
@@ -384,17 +393,23 @@ async def _bring_up(
     meter,
   )
   text_env_pb2_grpc.add_TextEnvServicer_to_server(servicer, server)
-  health_servicer = health.aio.HealthServicer()
-  health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-  await health_servicer.set(
-    service.SERVICE, health_pb2.HealthCheckResponse.SERVING
-  )
+  health_pb2_grpc.add_HealthServicer_to_server(condition, server)
+  await _tell_condition(condition, workers)
   reflection.enable_server_reflection(
     (service.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
   )
   port = await _bind(server, args.host, args.port, granted.credentials)
   await server.start()
   return port, metrics_port
+
+
+async def _tell_condition(
+  condition: health.aio.HealthServicer, workers: pool.Pool
+) -> None:
+  status = health_pb2.HealthCheckResponse
+  await condition.set(
+    service.SERVICE, status.SERVING if workers.ready else status.NOT_SERVING
+  )
 
 
 async def _bind(

@@ -119,18 +119,23 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
     context: grpc.aio.ServicerContext,
   ) -> text_env_pb2.ListTasksReply:
     try:
-      tasks = self._catalog.tasks(self._name, request.split, request.names)
-      first = _page_start(request.page_token, len(tasks))
+      first = _page_start(request.page_token)
       if request.page_size < 0:
         raise env.TaskError(
           f'page_size is {request.page_size}; give 0 or more.'
         )
+      count = min(request.page_size or _PAGE_SIZE, _PAGE_SIZE)
+      tasks, total = self._catalog.page(
+        self._name, request.split, request.names, first=first, count=count
+      )
+      if first and not tasks:
+        raise _unknown_page(request.page_token)
     except env.TaskError as error:
       await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    end = first + min(request.page_size or _PAGE_SIZE, _PAGE_SIZE)
+    end = first + count
     return text_env_pb2.ListTasksReply(
-      tasks=[_task_message(task) for task in tasks[first:end]],
-      next_page_token=str(end) if end < len(tasks) else '',
+      tasks=[_task_message(task) for task in tasks],
+      next_page_token=str(end) if end < total else '',
     )
 
   async def Play(
@@ -141,7 +146,9 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
     record = _Record()
     lent: worker.Worker | None = None
     try:
-      first = await self._soon(anext(requests, None), 'no message came')
+      first = await self._soon(
+        anext(requests, None), 'no message came', self._limits.reset_s
+      )
       if first is None:
         return
       start, task = self._check_start(first)
@@ -228,7 +235,9 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
       _OrderError: no act of that turn can be taken now.
       _IdleError: none came for too long.
     """
-    request = await self._soon(anext(requests, None), 'no act came')
+    request = await self._soon(
+      anext(requests, None), 'no act came', self._limits.idle_s
+    )
     if request is None:
       return None
     if request.WhichOneof('message') != 'act' or request.act.turn < 1:
@@ -249,21 +258,21 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
   async def _write(
     self, context: grpc.aio.ServicerContext, reply: text_env_pb2.Reply
   ) -> None:
-    await self._soon(context.write(reply), 'no reply was read')
+    await self._soon(
+      context.write(reply), 'no reply was read', self._limits.idle_s
+    )
 
-  async def _soon(self, work: Awaitable[T], what: str) -> T:
+  async def _soon(self, work: Awaitable[T], what: str, limit_s: float) -> T:
     """Waits for the client.
 
     Raises:
       _IdleError: it lets us wait for too long.
     """
     try:
-      async with asyncio.timeout(self._limits.idle_s):
+      async with asyncio.timeout(limit_s):
         return await work
     except TimeoutError:
-      raise _IdleError(
-        f'{what} for {self._limits.idle_s:g} s (--idle-s)'
-      ) from None
+      raise _IdleError(f'{what} for {limit_s:g} s') from None
 
   async def _delay(self) -> None:
     if self._limits.latency_ms[1]:
@@ -274,6 +283,8 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
   ) -> tuple[grpc.StatusCode, str]:
     """The status of an episode that cannot go on, and why in words."""
     code, told = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+    if isinstance(error, (env.TaskError, message.DecodeError, _OrderError)):
+      record.refuse()
     if isinstance(error, _OrderError):
       code = grpc.StatusCode.FAILED_PRECONDITION
     elif isinstance(error, message.DecodeError):
@@ -349,6 +360,8 @@ class _Record:
     elif 0 < step_limit <= self.turn:
       ending, self.outcome = text_env_pb2.TRUNCATED, 'truncated'
     self._ended = ending != text_env_pb2.NONE
+    if self._ended:  # The stream may last, so keep no more than it needs.
+      self._replies.clear()
     reply = text_env_pb2.Reply(
       turn=self.turn,
       observation=observation.text,
@@ -380,12 +393,17 @@ class _Record:
     if why:
       raise _OrderError(f'turn {turn} cannot follow turn {self.turn}: {why}.')
 
-  def fault(self, kind: str, meter: telemetry.Telemetry) -> None:
-    """The episode cannot go on, and it was not the client's doing.
-
-    One that has ended already has lost nothing.
-    """
+  def refuse(self) -> None:
+    """The client asked for what cannot be."""
     if not self._ended:
+      self.outcome = 'refused'
+
+  def fault(self, kind: str, meter: telemetry.Telemetry) -> None:
+    """The episode cannot go on.
+
+    One that has ended already, or never had a worker, has lost nothing.
+    """
+    if not self._ended and self.outcome != 'refused':
       self.outcome = 'fault'
       meter.fault(kind)
 
@@ -406,17 +424,19 @@ async def _refuse(
   await context.abort(code, told)
 
 
-def _page_start(token: str, size: int) -> int:
-  if not token:
-    return 0
+def _page_start(token: str) -> int:
   # What int() takes beyond ASCII, or at a length that takes it a while, is no
   # token of ours.
-  if not re.fullmatch(r'[0-9]{1,9}', token) or int(token) >= size:
-    raise env.TaskError(
-      f'unknown page_token {token!r}; give the next_page_token of the page '
-      'before.'
-    )
-  return int(token)
+  if token and not re.fullmatch(r'[0-9]{1,9}', token):
+    raise _unknown_page(token)
+  return int(token or 0)
+
+
+def _unknown_page(token: str) -> env.TaskError:
+  return env.TaskError(
+    f'unknown page_token {token!r}; give the next_page_token of the page '
+    'before.'
+  )
 
 
 def _task_message(task: env.Task) -> text_env_pb2.Task:

@@ -19,6 +19,8 @@ from typing import Any
 
 from envs_server import child, env
 
+# Catalogs are the longest answers.
+_LONGEST_LINE = 64 << 20
 _BUILD_DEADLINE_S = 120.0
 _CLOSE_DEADLINE_S = 2.0
 _EXIT_DEADLINE_S = 10.0
@@ -48,7 +50,9 @@ class Worker:
     lost: why the process is gone; empty while it lives.
     kind: the kind of that, see `WorkerLostError`.
     ready: its environment is built.
+    useful: it has begun an episode.
     episodes: that it has played.
+    last_episode: number of episodes after which it is replaced; 0: never.
     checked_s: time of the event loop at which it last answered a call.
     memory_bytes: resident memory with its children, when last measured.
   """
@@ -66,7 +70,9 @@ class Worker:
     self.lost = ''
     self.kind = ''
     self.ready = False
+    self.useful = False
     self.episodes = 0
+    self.last_episode = 0
     self.checked_s = 0.0
     self.memory_bytes = 0
     self._command = (env_name, max_bytes)
@@ -74,6 +80,8 @@ class Worker:
     self._loop = asyncio.get_running_loop()
     self._reply: asyncio.Future = self._loop.create_future()
     self._heard_s = 0.0  # 0: nothing was heard yet.
+    self._until_s = 0.0  # Time of the loop until which the call may take.
+    self._retiring = False
     self._process: subprocess.Popen | None = None
     self._pipe: asyncio.Transport | None = None
 
@@ -112,7 +120,7 @@ class Worker:
           stdin=subprocess.DEVNULL,
           # Our standard output is read by whoever started us.
           stdout=sys.__stderr__.fileno(),
-          env=os.environ | {'PYTHONPATH': _python_path()},
+          env=os.environ | {'PYTHONPATH': python_path()},
           # A group, so that what an environment starts ends with it, and a
           # Ctrl-C in the terminal is for the service to answer.
           process_group=0,
@@ -129,6 +137,8 @@ class Worker:
     except asyncio.CancelledError:
       self.kill('closed', 'the service ends')
       raise
+    if self.lost:  # Since it said so.
+      raise WorkerLostError(self.kind, self.lost)
     self.ready = True
 
   async def catalog(self, deadline_s: float) -> env.Catalog:
@@ -147,11 +157,11 @@ class Worker:
         in each case the process is gone.
     """
     fields = vars(task) | {'options': dict(task.options)}
-    return child.observation(
-      await self._call(
-        'reset', fields, expert, admissible, deadline_s=deadline_s
-      )
+    seen = await self._call(
+      'reset', fields, expert, admissible, deadline_s=deadline_s
     )
+    self.useful = True
+    return child.observation(seen)
 
   async def step(self, action: str, *, deadline_s: float) -> env.Observation:
     """See `env.TextEnv`; raises as `reset` does."""
@@ -167,20 +177,22 @@ class Worker:
     """
     await self._call('ping', deadline_s=deadline_s, late='hung')
 
-  async def settle(self, deadline_s: float) -> None:
-    """Waits out a call whose caller gave up."""
-    done, _ = await asyncio.wait([self._reply], timeout=deadline_s)
+  async def settle(self) -> None:
+    """Waits out a call whose caller gave up, as long as he might have."""
+    left_s = max(0.0, self._until_s - self._loop.time())
+    done, _ = await asyncio.wait([self._reply], timeout=left_s)
     if not done:
-      self.kill('deadline', f'an abandoned call took over {deadline_s:g} s')
+      self.kill('deadline', 'a call that was abandoned took too long')
     elif self._reply.result()[0] == 'error':
       self.kill(*self._reply.result())
 
   async def close(self) -> None:
     """Ends the environment and the process, by force if need be."""
+    self._retiring = True
     try:
       if self.ready:
         await self._call('close', deadline_s=_CLOSE_DEADLINE_S)
-    except WorkerLostError:
+    except (WorkerLostError, env.TaskError):
       pass
     self.kill('closed', 'closed')
     if self._process is not None:
@@ -190,7 +202,8 @@ class Worker:
     """Ends the process, and what it started, at once."""
     if self.lost:
       return
-    self.kind, self.lost = kind, why
+    # What fails at the end was not lost by it.
+    self.kind, self.lost = 'closed' if self._retiring else kind, why
     if self._process is not None:
       try:
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -209,6 +222,7 @@ class Worker:
     if self.lost:
       raise WorkerLostError(self.kind, self.lost)
     self._reply = self._loop.create_future()
+    self._until_s = self._loop.time() + deadline_s
     call = {'method': method, 'args': args}
     # Calls are short and one at a time, so they never pile up in the buffer.
     self._pipe.write(json.dumps(call).encode() + b'\n')
@@ -241,7 +255,7 @@ class Worker:
       message = json.loads(line)
       said = (message['kind'], message['value']) if message else None
     except (ValueError, KeyError, TypeError) as error:
-      self.kill('died', f'the worker process wrote nonsense ({error})')
+      self.kill('error', f'the worker process wrote nonsense ({error})')
       return
     self._renew()
     if said and not self._reply.done():
@@ -289,9 +303,14 @@ class _Lines(asyncio.Protocol):
     self._on_line = on_line
     self._on_end = on_end
     self._parts: list[bytes] = []
+    self._size = 0
 
   def data_received(self, data: bytes) -> None:
     *lines, rest = data.split(b'\n')
+    self._size = len(rest) if lines else self._size + len(rest)
+    if self._size > _LONGEST_LINE:
+      self._on_line(b'an endless line')  # Which is nonsense.
+      return
     if lines:
       lines[0] = b''.join((*self._parts, lines[0]))
       self._parts.clear()
@@ -304,8 +323,8 @@ class _Lines(asyncio.Protocol):
     self._on_end()
 
 
-def _python_path() -> str:
-  """Where the process finds this package, wherever it is started."""
+def python_path() -> str:
+  """Where a process finds this package, wherever it is started."""
   root = pathlib.Path(__file__).parents[1]
   paths = (str(root), os.environ.get('PYTHONPATH', ''))
   return os.pathsep.join(path for path in paths if path)

@@ -14,7 +14,6 @@ import pytest
 from envs_server import env, pool, telemetry, worker
 
 LIMITS = pool.Limits(
-  call_s=10.0,
   queue=100,
   client=0,
   episodes=0,
@@ -178,21 +177,24 @@ def test_those_who_leave_together_cost_no_worker():
   run(body())
 
 
-def test_place_of_a_client_is_free_before_its_worker_is():
+def test_place_of_a_client_is_not_free_before_its_worker_is():
+  """Else one could take all workers by giving up what it began."""
+
   async def body():
     async with started(2, client=1) as (made, _):
       lent = await made.acquire('one')
       await lent.reset(TASK, False, False, deadline_s=5.0)
-      step = asyncio.ensure_future(lent.step('sleep 8', deadline_s=60.0))
+      step = asyncio.ensure_future(lent.step('sleep 2', deadline_s=60.0))
       await asyncio.sleep(0.2)
       waiting = asyncio.ensure_future(made.acquire('one'))
       await until(lambda: made.waiting == 1)
       step.cancel()
       made.release(lent)
-      # The other worker, not the one that is still at it.
-      other = await asyncio.wait_for(waiting, 4.0)
-      assert other is not lent
-      made.release(other)
+      made.release(lent)  # Twice is once.
+      await asyncio.sleep(0.5)
+      assert not waiting.done() and made.busy == 1
+      made.release(await asyncio.wait_for(waiting, 10.0))
+      await until(lambda: made.clients == made.busy == 0)
 
   run(body())
 
@@ -249,8 +251,7 @@ def test_who_leaves_the_queue_as_he_is_served_wastes_no_worker():
       holding = await made.acquire('one')
       asked = asyncio.ensure_future(made.acquire('one'))
       await until(lambda: made.waiting == 1)
-      made._less('one')  # As `release` does, but served in this very moment.
-      made._lent.pop(holding)
+      made._returned(holding)  # As after `release`, but in this very moment.
       made._free(holding)
       asked.cancel()
       with pytest.raises(asyncio.CancelledError):
@@ -277,10 +278,16 @@ def test_worker_is_replaced_after_its_last_episode():
 
 def test_workers_do_not_all_reach_their_last_episode_together():
   async def body():
-    async with started(4, episodes=8) as (made, _):
-      return sorted(w.episodes for w in made._alive)
+    async with started(4, episodes=8) as (made, meter):
+      assert {w.episodes for w in made._alive} == {0}
+      first = sorted(w.last_episode for w in made._alive)
+      for one in list(made._alive):
+        os.kill(one.pid, signal.SIGKILL)
+      await until(lambda: len(meter.restarts) == 4 and made.ready == 4)
+      # Those that come later have all that they may have.
+      return first, {w.last_episode for w in made._alive}
 
-  assert run(body()) == [0, 1, 2, 3]
+  assert run(body()) == ([5, 6, 7, 8], {8})
 
 
 def test_worker_above_the_memory_cap_is_replaced_after_its_episode(
@@ -408,13 +415,18 @@ def test_abandoned_call_is_waited_for_before_the_worker_is_lent_again():
 
 def test_abandoned_call_that_hangs_costs_the_worker():
   async def body():
-    async with started(1, call_s=0.5) as (made, meter):
+    async with started(1) as (made, meter):
       lent = await made.acquire('one')
       await lent.reset(TASK, False, False, deadline_s=5.0)
-      step = asyncio.ensure_future(lent.step('sleep 60', deadline_s=60.0))
+      step = asyncio.ensure_future(lent.step('sleep 60', deadline_s=1.0))
       await asyncio.sleep(0.2)
       step.cancel()
       made.release(lent)
+      # What was left to the call is left to it still, and not a second more.
+      loop = asyncio.get_running_loop()
+      start_s = loop.time()
+      await until(lambda: meter.restarts)
+      assert 0.5 < loop.time() - start_s < 10.0
       assert (await play(made, 'hello'))[0] == 'hello'
       assert meter.restarts == ['deadline']
       assert made.clients == 0
@@ -518,6 +530,83 @@ def test_workers_that_stood_still_with_the_service_are_not_blamed(monkeypatch):
       await asyncio.sleep(3.0)
       assert not meter.restarts
       assert await play(made, 'hello') == ('hello', idle.pid)
+
+  run(body())
+
+
+def test_health_is_looked_after_whatever_cannot_be_measured(monkeypatch):
+  monkeypatch.setattr(pool, '_ROUND_S', 0.05)
+  monkeypatch.setattr(pool, '_MEASURE_EVERY_S', 0.0)
+  monkeypatch.setattr(pool, '_SILENCE_S', 5.0)
+  asked = []
+
+  def no_files(groups):
+    asked.append(groups)
+    raise OSError(24, 'Too many open files')
+
+  monkeypatch.setattr(pool, '_resident_bytes', no_files)
+
+  async def body():
+    async with started(1) as (made, meter):
+      await until(lambda: len(asked) > 3)
+      (idle,) = made._idle
+      os.kill(idle.pid, signal.SIGSTOP)
+      await until(lambda: meter.restarts == ['hung'])
+
+  run(body())
+
+
+def test_process_that_ends_while_it_is_measured_is_passed_over(monkeypatch):
+  seen = pool.psutil.Process
+
+  def gone(pid):
+    if pid == 1:
+      raise FileNotFoundError(2, 'No such file', f'/proc/{pid}/statm')
+    return seen(pid)
+
+  monkeypatch.setattr(pool.psutil, 'Process', gone)
+  monkeypatch.setattr(pool.psutil, 'pids', lambda: [1, os.getpid()])
+  groups = {os.getpgid(1), os.getpgid(0)}
+  used = pool._resident_bytes(groups)
+  assert used[os.getpgid(0)] > 1 << 20
+
+
+def test_pool_does_not_shrink_when_no_process_can_be_started(monkeypatch):
+  real = worker.subprocess.Popen
+  failing = [OSError(24, 'Too many open files'), RuntimeError('anything')]
+
+  def fail(*args, **options):
+    if failing:
+      raise failing.pop()
+    return real(*args, **options)
+
+  async def body():
+    async with started(2) as (made, _):
+      monkeypatch.setattr(worker.subprocess, 'Popen', fail)
+      for one in list(made._alive):
+        os.kill(one.pid, signal.SIGKILL)
+      await until(lambda: not failing and made.ready == 2)
+      assert len(made._alive) == 2
+
+  run(body())
+
+
+def test_worker_that_dies_before_it_was_of_use_is_not_built_in_a_hurry(
+  monkeypatch,
+):
+  monkeypatch.setattr(pool, '_FIRST_BACKOFF_S', 0.4)
+
+  async def body():
+    async with started(1) as (made, meter):
+      for count in (1, 2):
+        (one,) = made._alive
+        os.kill(one.pid, signal.SIGKILL)
+        await until(lambda: len(meter.restarts) == count)  # noqa: B023
+        start_s = time.monotonic()
+        await until(lambda: made.ready)
+        assert time.monotonic() - start_s > 0.4 * count
+      await play(made, 'hello')
+      assert made._failures == 0
 
   run(body())
 

@@ -474,6 +474,105 @@ def test_flags_of_the_pool_reach_it(faulty):
   assert '(memory): it held 4' in details
 
 
+@pytest.mark.parametrize(
+  'kind, told',
+  [
+    ('none', 'step returned NoneType, not an env.Observation'),
+    ('bytes', "step returned b'x' where a str must be"),
+    ('nan', 'step returned the score nan'),
+    ('info', 'step returned 1 where a str must be'),
+  ],
+)
+def test_answer_that_is_none_is_the_fault_of_its_environment(
+  faulty, kind, told
+):
+  _, code, details = raw(faulty(1), [begin(), act(1, f'answer {kind}')])
+  assert code == grpc.StatusCode.ABORTED
+  assert '(error): ' in details and told in details
+
+
+def test_numbers_of_numpy_are_numbers(faulty):
+  replies, code, _ = raw(faulty(1), [begin(), act(1, 'answer numpy')])
+  assert code == grpc.StatusCode.OK
+  assert (replies[1].score, replies[1].success) == (2.5, True)
+
+
+def test_ended_episode_keeps_its_last_reply_alone(service):
+  acts = [act(turn + 1, a) for turn, a in enumerate(solution())]
+  replies, code, details = raw(
+    service.address, [start(), *acts, acts[-1], acts[-2]]
+  )
+  assert replies[-1] == replies[-2] and len(replies) == len(acts) + 2
+  assert code == grpc.StatusCode.FAILED_PRECONDITION
+  assert 'are kept' in details
+
+
+def test_stream_that_never_starts_is_ended(faulty):
+  address = faulty(1, '--reset-deadline-s=0.5')
+  with grpc.insecure_channel(address) as channel:
+    over = threading.Event()
+
+    def nothing():
+      over.wait(30)
+      yield from ()
+
+    with pytest.raises(grpc.RpcError) as caught:
+      next(text_env_pb2_grpc.TextEnvStub(channel).Play(nothing()))
+    over.set()
+  assert caught.value.code() == grpc.StatusCode.ABORTED
+  assert 'no message came for 0.5 s' in caught.value.details()
+
+
+def test_names_and_options_may_be_given_once_only(service):
+  _, code, details = raw(
+    service.address, [start(options={'a': 'b,' * 100_000})]
+  )
+  assert code == grpc.StatusCode.INVALID_ARGUMENT
+  catalog = env.Catalog(
+    '1', '', {'train': {'a': range(3)}}, options={'o': ('x', 'y')}
+  )
+  catalog.check(env.Task('e', 'train', 0, 'a', options={'o': 'y,x'}))
+  with pytest.raises(env.TaskError, match="'o' has 3 values"):
+    catalog.check(env.Task('e', 'train', 0, 'a', options={'o': 'x,x,x'}))
+
+
+def test_health_tells_of_a_service_without_workers_and_of_its_end(
+  tmp_path, monkeypatch
+):
+  """An environment that can be built as long as a file is there."""
+  folder = tmp_path / 'envs_server'
+  folder.mkdir()
+  (folder / 'fragile.py').write_text(
+    'import pathlib\n'
+    'from envs_server.toy import Toy\n'
+    'def make_env():\n'
+    f'  pathlib.Path({str(tmp_path)!r}, "data").read_text()\n'
+    '  return Toy()\n'
+  )
+  (tmp_path / 'data').touch()
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  with env_service.LocalService('fragile', 1) as running:
+    with grpc.insecure_channel(running.address) as channel:
+      stub = health_pb2_grpc.HealthStub(channel)
+      request = health_pb2.HealthCheckRequest(service='planpo.TextEnv')
+      status = health_pb2.HealthCheckResponse
+      assert stub.Check(request).status == status.SERVING
+      (tmp_path / 'data').unlink()
+      (victim,) = env_processes.workers_of(running.pid)
+      os.kill(victim, signal.SIGKILL)
+      assert env_processes.wait_for(
+        lambda: stub.Check(request).status == status.NOT_SERVING
+      )
+      described = text_env_pb2_grpc.TextEnvStub(channel).Describe(
+        text_env_pb2.DescribeRequest()
+      )
+      assert (described.workers, described.ready) == (1, 0)
+      (tmp_path / 'data').touch()
+      assert env_processes.wait_for(
+        lambda: stub.Check(request).status == status.SERVING, 30.0
+      )
+
+
 def test_long_words_are_cut_in_errors(service):
   _, code, details = raw(service.address, [start(split='x' * 5000)])
   assert code == grpc.StatusCode.INVALID_ARGUMENT

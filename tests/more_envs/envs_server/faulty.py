@@ -12,6 +12,8 @@ import os
 import subprocess
 import time
 
+import numpy as np
+
 from envs_server import env
 
 
@@ -54,6 +56,14 @@ class Faulty:
     elif word == 'start':
       child = subprocess.Popen(['sleep', '1000000'])
       return env.Observation(str(child.pid))
+    elif word == 'answer':
+      return {
+        'none': None,
+        'bytes': env.Observation(b'x'),
+        'nan': env.Observation('x', score=float('nan')),
+        'info': env.Observation('x', info={'x': 1}),
+        'numpy': env.Observation('x', score=np.float32(2.5), success=np.True_),
+      }[rest]
     elif word == 'pid':
       return env.Observation(str(os.getpid()))
     elif word == 'count':

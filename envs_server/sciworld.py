@@ -255,7 +255,7 @@ def _start_jvm():
   )
   port = process.stdout.readline().strip()
   token = process.stdout.readline().strip()
-  if not token:
+  if not (token and port.isdigit()):
     process.kill()
     process.wait()
     stderr.seek(0)

@@ -49,6 +49,8 @@ _GRACE_S = 1.0
 # Seconds for an orderly end once the parent is gone; then a hard one.
 _LAST_GRACE_S = 7.0
 _BIND_DEADLINE_S = 5.0
+# Bytes of a message besides its action.
+_ROOM = 1024
 # Open files of the service itself, and of each worker and episode.
 _OWN_FILES, _FILES_EACH = 100, 4
 
@@ -75,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if check is not None:
       check()
     asyncio.run(_serve(args, granted))
-  except (RuntimeError, access.AccessError, worker.WorkerLostError) as error:
+  except worker.WorkerLostError as error:
+    print(f'envs_server: {args.env}: {error}', file=sys.stderr, flush=True)
+    sys.exit(1)
+  except (OSError, RuntimeError, access.AccessError) as error:
     print(f'envs_server: {error}', file=sys.stderr, flush=True)
     sys.exit(1)
 
@@ -207,11 +212,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
   if not 0 <= args.port < 65536:
     parser.error(f'--port={args.port} must be from 0 to 65535.')
-  if args.max_action_bytes >= args.max_message_bytes:
+  if not args.max_action_bytes + _ROOM <= args.max_message_bytes < 2**31:
     parser.error(
-      f'--max-action-bytes={args.max_action_bytes} must be below '
-      f'--max-message-bytes={args.max_message_bytes}: an action travels in a '
-      'message.'
+      f'--max-message-bytes={args.max_message_bytes} must be below 2147483648, '
+      f'and {_ROOM} more than --max-action-bytes={args.max_action_bytes}, '
+      'which travels in a message.'
     )
   args.host = args.host.strip('[]')
   return args
@@ -249,12 +254,12 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _bounds(text: str) -> tuple[float, float]:
-  low, separator, high = text.partition(',')
+  low, _, high = text.partition(',')
   try:
     bounds = float(low), float(high)
   except ValueError:
     bounds = None
-  if not separator or bounds is None or not 0 <= bounds[0] <= bounds[1]:
+  if bounds is None or not 0 <= bounds[0] <= bounds[1] < math.inf:
     raise argparse.ArgumentTypeError(
       f'{text!r} must be LO,HI in milliseconds with 0 <= LO <= HI.'
     )
@@ -376,6 +381,10 @@ async def _bring_up(
   lent = await workers.acquire('the service', bounded=False)
   try:
     catalog = await lent.catalog(args.reset_deadline_s)
+    try:
+      catalog.check_itself()
+    except ValueError as error:
+      raise RuntimeError(f'the catalog of {args.env}: {error}') from error
   finally:
     workers.release(lent, played=False)
   servicer = service.Servicer(
@@ -430,7 +439,8 @@ async def _bind(
     except (OSError, RuntimeError) as error:
       if time.monotonic() >= deadline:
         raise RuntimeError(
-          f'cannot listen on {address} ({error}); give --port=0 for a free one.'
+          f'cannot listen on {address} ({error}); give --host an address of '
+          'this machine, and --port=0 for a free port.'
         ) from error
     await asyncio.sleep(0.2)
 

@@ -176,8 +176,8 @@ class Telemetry:
       server = _Server(host.strip('[]'), port, self.registry, context)
     except (OSError, OverflowError) as error:
       raise RuntimeError(
-        f'--metrics={host}:{port} cannot be listened on ({error}); give '
-        f'--metrics={host}:0 for a free port.'
+        f'--metrics={host}:{port} cannot be listened on ({error}); give an '
+        'address of this machine, and port 0 for a free one.'
       ) from error
     threading.Thread(
       target=server.serve_forever, name='metrics', daemon=True

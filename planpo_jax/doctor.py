@@ -194,6 +194,7 @@ def _plan(
     plan.append(('environment', name, MISSING if name == local else WARN))
   plan.append(('accelerator', '', MISSING))
   if configured:
+    plan.append(('checkpoint', '', MISSING))
     plan += [('memory', '', MISSING), ('disk', '', WARN)]
     plan.append(('open files', '', MISSING))
     for address in env['address'].split(','):
@@ -525,6 +526,30 @@ def _memory(name: str, config: dict) -> tuple[str, str]:
   )
 
 
+def _checkpoint(name: str, config: dict) -> tuple[str, str]:
+  os.environ['HF_HUB_OFFLINE'] = '1'  # To be looked for, not to be fetched.
+  from planpo_jax import weights
+
+  model = config['model']
+  wanted = model['checkpoint']
+  if not wanted:
+    if model['size'] == 'nano':
+      return OK, 'random weights of the nano shape'
+    return MISSING, (
+      f'none is given, and model.size={model["size"]!r} does not start from '
+      'random weights: --config.model.checkpoint=FOLDER, or a hub name'
+    )
+  try:
+    folder = weights.resolve(wanted)
+  except ValueError:  # A hub name.
+    return WARN, (
+      f'{wanted} is not in the cache of this machine; the run fetches it, or '
+      f'`hf download {wanted}` does'
+    )
+  weights.read_config(folder)
+  return OK, str(folder)
+
+
 def _disk(name: str, config: dict) -> tuple[str, str]:
   import jax
   import jax.numpy as jnp
@@ -546,7 +571,8 @@ def _disk(name: str, config: dict) -> tuple[str, str]:
   if (keep + 1) * each <= free:
     return OK, shown
   return WARN, (
-    f'{shown}: give a --workdir on another disk, or lower checkpoint.keep'
+    f'{shown}: give a --workdir on another disk'
+    + (', or lower checkpoint.keep' if 2 * each <= free else '')
   )
 
 
@@ -596,6 +622,7 @@ def _service(name: str, config: dict) -> tuple[str, str]:
   elif name != env.name:  # The toy game, as it comes.
     env.update({'name': name, 'options': '', 'server_flags': ''})
     env.update({'task_types': (), 'train_split': 'train'})
+    env.eval_split = 'test'
   began_s = time.monotonic()
   with build.Environment(config) as running:
     found = running.description
@@ -604,6 +631,7 @@ def _service(name: str, config: dict) -> tuple[str, str]:
       f'{found.busy} of {found.workers} workers busy'
     )
     tasks = running.tasks(env.train_split)
+    running.tasks(env.eval_split)  # Raises if there is no such split.
     if not tasks:
       return MISSING, (
         f'{text}; no tasks of env.task_types={tuple(env.task_types)} in '
@@ -646,6 +674,7 @@ _CHECKS: dict[str, Callable[[str, dict], tuple[str, str]]] = {
   'java': _java,
   'environment': _environment,
   'accelerator': _accelerator,
+  'checkpoint': _checkpoint,
   'memory': _memory,
   'disk': _disk,
   'open files': _open_files,

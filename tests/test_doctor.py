@@ -104,6 +104,7 @@ def test_healthy_machine_has_a_line_of_each_check():
     'jax',
     'java',
     'accelerator',
+    'checkpoint',
     'memory',
     'disk',
     'open files',
@@ -392,6 +393,40 @@ def test_too_few_open_files_are_told_as_the_service_tells_it():
   needed = re.search(r'need (\d+) open files', told)[1]
   text = report.lines['open files'][1]
   assert text.startswith(f'256 allowed, but 1 workers need {needed}: `ulimit')
+
+
+@pytest.mark.parametrize(
+  'flags, state, told',
+  [
+    (('--config.model.checkpoint=/nope',), 'missing', '/nope is not a folder'),
+    (
+      ('--config.model.size=qwen2.5-7b',),
+      'missing',
+      'none is given, and model',
+    ),
+    (
+      ('--config.model.checkpoint=No/Such',),
+      'warn',
+      'not in the cache of this',
+    ),
+    (
+      ('--config.model.checkpoint=nano_sciworld',),
+      'ok',
+      'assets/nano_sciworld',
+    ),
+  ],
+)
+def test_checkpoint_is_looked_for(flags, state, told):
+  report = examine(SMOKE, *flags)
+  assert report.lines['checkpoint'][0] == state
+  assert told in report.lines['checkpoint'][1]
+  assert report.code == (state == 'missing')
+
+
+def test_split_that_does_not_exist_is_missing():
+  report = examine(SMOKE, '--config.env.eval_split=nope')
+  assert report.of('missing') == ['service toy']
+  assert "unknown split 'nope'" in report.lines['service toy'][1]
 
 
 def test_checkpoints_that_do_not_fit_are_a_warning():

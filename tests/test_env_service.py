@@ -497,6 +497,44 @@ def test_numbers_of_numpy_are_numbers(faulty):
   assert (replies[1].score, replies[1].success) == (2.5, True)
 
 
+@pytest.mark.parametrize(
+  'body, told',
+  [
+    ('return None', 'catalog returned NoneType, not an env.Catalog'),
+    ("return env.Catalog('1', '', {})", 'it has no split'),
+    (
+      "return env.Catalog('1', '', {'a': {'t': [0]}, 'b': {'u': [0]}})",
+      "the split 'b' has the types ('u',), another one ('t',)",
+    ),
+    (
+      "return env.Catalog('1', '', {'a': {'t': [0, 2**40]}})",
+      "t of split 'a' has the index 1099511627776",
+    ),
+    (
+      "return env.Catalog('1', '', {'a': {'t': [0]}}, sets={'s': ('v',)})",
+      "the set 's' of ('v',) must hold types",
+    ),
+    ("raise OSError('no data')", 'broken: OSError: no data'),
+  ],
+)
+def test_catalog_that_is_none_is_told_at_the_start(
+  tmp_path, monkeypatch, body, told
+):
+  folder = tmp_path / 'envs_server'
+  folder.mkdir()
+  (folder / 'broken.py').write_text(
+    'from envs_server import env\n'
+    'class Broken:\n'
+    f'  def catalog(self):\n    {body}\n'
+    '  def close(self): pass\n'
+    'def make_env(): return Broken()\n'
+  )
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  with pytest.raises(RuntimeError) as caught:
+    env_service.LocalService('broken', 1).start()
+  assert told in str(caught.value)
+
+
 def test_ended_episode_keeps_its_last_reply_alone(service):
   acts = [act(turn + 1, a) for turn, a in enumerate(solution())]
   replies, code, details = raw(
@@ -887,7 +925,14 @@ def test_stop_ends_everything_and_may_be_repeated():
     ('toy', ('--idle-s=inf',), "--idle-s: 'inf' must be seconds above 0"),
     ('toy', ('--queue=-1',), "--queue: '-1' must be 0 or a whole number"),
     ('toy', ('--metrics=9090',), "'9090' must be HOST:PORT"),
-    ('toy', ('--max-action-bytes=2000000',), 'must be below --max-message-byt'),
+    (
+      'toy',
+      ('--max-action-bytes=1048000',),
+      '--max-message-bytes=1048576 must',
+    ),
+    ('toy', ('--max-message-bytes=99999999999',), 'must be below 2147483648'),
+    ('toy', ('--latency-ms=0,inf',), "'0,inf' must be LO,HI"),
+    ('toy', ('--host=10.99.99.99', '--insecure'), 'give --host an address of'),
     ('toy', ('--latency-ms=5',), "'5' must be LO,HI in milliseconds"),
     ('toy', ('--latency-ms=9,5',), "'9,5' must be LO,HI"),
     ('toy', ('--prot=1',), 'unrecognized arguments: --prot=1'),

@@ -382,7 +382,8 @@ class Pool:
       if cap and one.memory_bytes > 2 * cap:
         one.kill(
           'memory',
-          f'it held {one.memory_bytes >> 20} MB, twice what --memory-mb allows',
+          f'it held {one.memory_bytes >> 20} MB, over twice --memory-mb='
+          f'{cap >> 20}',
         )
 
 

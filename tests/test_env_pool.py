@@ -321,7 +321,9 @@ def test_worker_at_twice_the_memory_cap_is_ended_at_once(monkeypatch):
 
   async def body():
     async with started(1, memory_bytes=100 << 20) as (made, meter):
-      with pytest.raises(worker.WorkerLostError, match='twice what') as caught:
+      with pytest.raises(
+        worker.WorkerLostError, match='over twice --memory-mb=100'
+      ) as caught:
         await play(made, 'hold 250', 'sleep 4')
       assert caught.value.kind == 'memory'
       assert meter.restarts == ['memory']

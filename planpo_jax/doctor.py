@@ -199,6 +199,8 @@ def _plan(
     plan.append(('open files', '', MISSING))
     for address in env['address'].split(','):
       plan.append(('service', address.strip() or local, MISSING))
+    if ',' in env['address']:
+      plan.append(('services', '', MISSING))
     if local not in ('', 'toy'):
       plan.append(('service', 'toy', WARN))
   return plan
@@ -643,6 +645,15 @@ def _service(name: str, config: dict) -> tuple[str, str]:
   return OK, f'{text}; reset {reset_s:.2f} s, step {step_s * 1000:.1f} ms'
 
 
+def _services(name: str, config: dict) -> tuple[str, str]:
+  import ml_collections
+
+  from planpo_jax import build
+
+  with build.Environment(ml_collections.ConfigDict(config)) as running:
+    return OK, f'together they serve {running.description.served}'
+
+
 def _knock(address: str, env_name: str) -> None:
   """Tells at once if nothing is there; the client would go on trying."""
   host, _, port = address.rpartition(':')
@@ -650,9 +661,10 @@ def _knock(address: str, env_name: str) -> None:
     socket.create_connection((host.strip('[]'), int(port)), _CONNECT_S).close()
   except OSError as error:
     raise ConnectionError(
-      f'nothing takes connections there ({error}): start a service by `python '
-      f'-m envs_server --env={env_name} --host={host} --port={port}`, or leave '
-      'env.address empty to have one started on this machine'
+      f'nothing takes connections there ({error}): on {host}, start `python -m '
+      f'envs_server --env={env_name} --port={port}` (docs/environments.md has '
+      'the flags for other machines), or leave env.address empty to have one '
+      'started on this machine'
     ) from error
 
 
@@ -679,4 +691,5 @@ _CHECKS: dict[str, Callable[[str, dict], tuple[str, str]]] = {
   'disk': _disk,
   'open files': _open_files,
   'service': _service,
+  'services': _services,
 }

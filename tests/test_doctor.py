@@ -449,7 +449,7 @@ def test_address_where_nothing_answers_is_told():
   assert report.of('missing') == [f'service 127.0.0.1:{port}']
   text = report.lines[f'service 127.0.0.1:{port}'][1]
   assert text.startswith('nothing takes connections there (')
-  assert f'--env=toy --host=127.0.0.1 --port={port}`' in text
+  assert f'--env=toy --port={port}`' in text
 
 
 def test_each_of_several_addresses_is_tried():
@@ -464,6 +464,19 @@ def test_each_of_several_addresses_is_tried():
   assert report.of('missing') == [f'service {mute}']
   assert 'No environment service at' in report.lines[f'service {mute}'][1]
   assert report.lines[f'service {running.address}'][0] == 'ok'
+
+
+def test_services_that_differ_are_told(monkeypatch):
+  monkeypatch.setenv('PYTHONPATH', str(ROOT / 'tests/more_envs'))
+  with (
+    env_service.LocalService('toy', 1) as one,
+    env_service.LocalService('faulty', 1) as other,
+  ):
+    report = examine(
+      SMOKE, f'--config.env.address={one.address},{other.address}'
+    )
+  assert report.of('missing') == [f'service {other.address}', 'services']
+  assert 'services differ' in report.lines['services'][1]
 
 
 def test_environments_that_fail_their_checks_are_told(tmp_path):

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import math
 import pathlib
-import shlex
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -37,6 +36,10 @@ T = TypeVar('T')
 
 # A service that is there answers at once; who mistyped waits no longer.
 _CONNECT_TIMEOUT_S = 15.0
+# Seconds that a client waits for a step beyond the time that it may take. The
+# service sees first that its environment hangs, replaces it and says so, and
+# whoever gives up before that leaves a worker behind that nobody has judged.
+_STEP_MARGIN_S = 5.0
 # Seconds to wait for a service of somebody else's, once none is up. One of our
 # own is certain to be started again.
 _AWAY_DEADLINE_S = 60.0
@@ -176,10 +179,9 @@ class Environment:
         self._service = env_service.LocalService(
           self._config.name,
           self._config.workers,
-          # A margin, so that the client's deadline is the one that counts.
           options=(
-            f'--step-deadline-s={self._config.step_timeout_s + 5}',
-            *shlex.split(self._config.server_flags),
+            f'--step-deadline-s={self._config.step_timeout_s}',
+            *config_lib.server_flags(self._config.server_flags),
           ),
         )
         try:
@@ -190,7 +192,7 @@ class Environment:
       self.client = env_client.EnvClient(
         addresses,
         credentials=_credentials(self._config),
-        step_deadline_s=self._config.step_timeout_s,
+        step_deadline_s=self._config.step_timeout_s + _STEP_MARGIN_S,
         away_deadline_s=away_s,
       )
       self.run(self.client.connect(_CONNECT_TIMEOUT_S))

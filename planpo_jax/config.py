@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shlex
 import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
@@ -47,6 +48,13 @@ _FREE = (
 # An IPv6 address stands in brackets: it has colons of its own.
 _ADDRESS = re.compile(
   r'(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:\[\]/]+):(?P<port>[0-9]{1,5})'
+)
+
+# Of the local service, which the run sets by itself.
+_OWN_FLAGS = (
+  *('--env', '--workers', '--port', '--host', '--step-deadline-s'),
+  *('--exit-with-parent', '--insecure', '--help', '-h', '--token-file'),
+  *('--tls-cert', '--tls-key', '--tls-client-ca'),
 )
 
 _LOCK = '.lock'
@@ -161,18 +169,23 @@ def token(name: str) -> str:
   """Reads the token in the first line of a file that holds one.
 
   Raises:
-    ConfigError: the file cannot be read or holds no token. Never names what it
-      holds.
+    ConfigError: the file cannot be read, holds no token, or is open to others.
+      Never names what it holds.
   """
   try:
-    lines = (
-      pathlib.Path(name).expanduser().read_text(encoding='ascii').splitlines()
-    )
+    with open(os.path.expanduser(name), encoding='ascii') as file:
+      mode = os.fstat(file.fileno()).st_mode
+      lines = file.read().splitlines()
   except (OSError, UnicodeDecodeError) as error:
     why = error.strerror if isinstance(error, OSError) else 'not ASCII text'
     raise ConfigError(
       f'env.token_file={name!r} cannot be read ({why}).'
     ) from None
+  if mode & 0o077:
+    raise ConfigError(
+      f'env.token_file={name!r} has mode {mode & 0o777:04o}, so others may use '
+      f"the token; run 'chmod 600 {name}'."
+    )
   lines = [line for line in map(str.strip, lines) if line and line[0] != '#']
   words = lines[0].split() if lines else []
   if len(words) not in (1, 2) or not words[-1].isprintable():
@@ -183,9 +196,36 @@ def token(name: str) -> str:
   return words[-1]
 
 
+def server_flags(text: str) -> list[str]:
+  """Splits `env.server_flags` as a shell does.
+
+  Raises:
+    ConfigError: quotes do not match, or a flag is one that the run itself sets.
+  """
+  try:
+    found = shlex.split(text)
+  except ValueError as error:
+    raise ConfigError(f'env.server_flags={text!r}: {error}.') from None
+  for flag in found:
+    if flag.partition('=')[0] in _OWN_FLAGS:
+      raise ConfigError(
+        f'env.server_flags={text!r}: {flag} is set by the run; it follows '
+        'env.name, env.workers and env.step_timeout_s, on a loopback address. '
+        'Start a service of your own and name it in env.address for another.'
+      )
+  return found
+
+
 def _check_access(env_config: ml_collections.ConfigDict) -> None:
   """Where the services are, and what they are shown."""
   services = addresses(env_config.address)
+  server_flags(env_config.server_flags)
+  if env_config.token_file and not services:
+    raise ConfigError(
+      f'env.token_file={env_config.token_file!r} without env.address: the '
+      'service that is started on this machine wants no token; leave it empty, '
+      'or name a service.'
+    )
   if env_config.token_file:
     token(env_config.token_file)
   files = tls_files(env_config)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -31,6 +32,8 @@ _ENDINGS = {
   text_env_pb2.TERMINATED: episodes.Ending.TERMINATED,
   text_env_pb2.TRUNCATED: episodes.Ending.TRUNCATED,
 }
+# How a service begins that has no worker and can build none.
+_NO_WORKER = re.compile(r'no \S+ worker: ')
 # Of the operating system: clients with one seed must not come back together.
 _random = random.SystemRandom()
 
@@ -40,11 +43,21 @@ Description = env_fleet.Description
 
 
 class EnvFault(Exception):  # noqa: N818  A fault is this project's word.
-  """An episode cannot go on, after all retries; says why."""
+  """An episode cannot go on, after all retries; says why.
+
+  Attributes:
+    final: the same would come of it if the episode were played again.
+    diverged: its actions, played again, brought something else than before.
+  """
+
+  def __init__(self, why: str, *, final: bool = False, diverged: bool = False):
+    super().__init__(why)
+    self.final = final
+    self.diverged = diverged
 
 
-class _FullError(Exception):
-  """The queue of the service is full; no worker was had."""
+class _TurnedAwayError(Exception):
+  """The service gave no worker, but it may later, or another one may."""
 
 
 class EnvClient(env_fleet.Fleet):
@@ -266,6 +279,8 @@ class Session:
     except BaseException:
       self._leave()
       raise
+    finally:
+      self._client.turned_away.pop(self, None)
     self._replies.append(reply)
     # A replay needs no second solution, which may take seconds to find.
     self._sent[0].start.want_expert = False
@@ -289,15 +304,18 @@ class Session:
           await self._replay(queue_until_s)
         return await self._exchange(len(self._replies), queue_until_s)
       except env_fleet.MovedError:
-        self._failed = None  # It may be the one that has a free worker.
+        # Where it was lost last may have the worker; where it waits has none.
+        self._failed = self._service
         self._leave()
         continue
-      except _FullError as error:
+      except _TurnedAwayError as error:
         pause_s = _full_backoff_s(refusals)
         refusals += 1
+        where = self._service.address, loop.time()
+        client.turned_away.setdefault(self, where)
         if loop.time() + pause_s > queue_until_s:
           raise EnvFault(
-            f'{self._where()}: the queue was full for '
+            f'{self._where()}: no worker was to be had for '
             f'{client.queue_deadline_s:g} s: {error}'
           ) from None
       except env_fleet.LostError as error:
@@ -326,7 +344,8 @@ class Session:
         raise EnvFault(
           f'{_name(self._sent[0].start.task)} played again went another way '
           f'at turn {turn}: {reply.observation!r} where it was '
-          f'{before.observation!r}'
+          f'{before.observation!r}',
+          diverged=True,
         )
 
   async def _exchange(
@@ -336,7 +355,7 @@ class Session:
 
     Raises:
       env_fleet.LostError: the stream broke or took too long.
-      _FullError, env_fleet.MovedError: it got no worker.
+      _TurnedAwayError, env_fleet.MovedError: it got no worker.
       ValueError: the service refused the task for good.
       EnvFault: the service refused the message for good, or had no worker.
     """
@@ -361,7 +380,7 @@ class Session:
     ) as error:
       async with self._within(deadline_s):
         code, details = await self._call.code(), await self._call.details()
-      raise self._refusal(turn, code, details) from error
+      raise self._refusal(turn, code, details or '') from error
     if reply.turn != turn:
       raise env_fleet.LostError(
         f'the reply is to turn {reply.turn}, not to {turn}'
@@ -373,16 +392,29 @@ class Session:
   ) -> Exception:
     """What a status means for the episode."""
     cause = env_fleet.status(code, details)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and turn == 0:
-      return _FullError(cause)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+      # gRPC itself says the same of other things.
+      if turn == 0 and '--queue' in details:
+        return _TurnedAwayError(cause)
+      if 'larger than max' in details:
+        return EnvFault(f'{self._where()}: {cause}', final=True)
+    if code is grpc.StatusCode.UNAVAILABLE and _NO_WORKER.match(details):
+      self._service.alarm.set()
+      if set(self._client.able()) - {self._service}:
+        _log.warning('%s: %s; going elsewhere', self._where(), cause)
+        return _TurnedAwayError(cause)
     # Once it was begun it was no mistake of the caller's.
     if code is grpc.StatusCode.INVALID_ARGUMENT and not self._replies:
-      return ValueError(details)
+      return ValueError(f'{_name(self._sent[0].start.task)}: {details}')
     if code not in env_fleet.FINAL:
       return env_fleet.LostError(cause)
     if code in env_fleet.STRANGERS:
       self._service.alarm.set()
-    return EnvFault(f'{self._where()}: {cause}')
+    # The same actions will be as long again, and so will be their answers.
+    final = code is grpc.StatusCode.OUT_OF_RANGE or (
+      code is grpc.StatusCode.INVALID_ARGUMENT and turn > 0
+    )
+    return EnvFault(f'{self._where()}: {cause}', final=final)
 
   async def _wait_for_worker(self, until_s: float) -> None:
     """Waits in the queue of the service, which may be long and is no fault.

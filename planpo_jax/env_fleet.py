@@ -49,6 +49,9 @@ _STALE_S = 2 * (_WATCH_S + _WATCH_DEADLINE_S)
 # Seconds for the other services to answer once one has.
 _CONNECT_GRACE_S = 3.0
 _KNOCK_EVERY_S = 0.1
+# Questions in a row that the last service which is up may leave unanswered. To
+# drop it would help nobody, and a machine under load leaves one at times.
+_LAST_MISSES = 2
 _PATIENCE_S = 5.0
 _QUEUE_NOTICE_S = 20.0
 _QUEUE_NOTICE_EVERY_S = 60.0
@@ -109,7 +112,9 @@ class Description:
     busy: episodes that are played now.
     waiting: episodes that wait for a worker now.
     sets: {name for several task types at once: those types}.
-    max_action_bytes: bytes of UTF-8 that an action may have.
+    max_action_bytes: bytes of UTF-8 that an action may have; 0: no limit is
+      known.
+    ready: of the workers, those that are built.
   """
 
   name: str
@@ -122,6 +127,7 @@ class Description:
   waiting: int
   sets: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   max_action_bytes: int = 0
+  ready: int = 0
 
   @property
   def served(self) -> str:
@@ -171,6 +177,9 @@ class Service:
     final: asking again will hardly help.
     seen: its last answer; None before the first.
     asked_s: time of the loop at which it was asked last.
+    misses: questions in a row that it left unanswered; such as were asked at
+      one time are one.
+    missed_s: time of the loop at which the last of them was given up.
     sessions: this client's that play or wait there.
     alarm: set to have it asked at once.
   """
@@ -183,6 +192,8 @@ class Service:
     self.final = False
     self.seen: Description | None = None
     self.asked_s = float('-inf')
+    self.misses = 0
+    self.missed_s = float('-inf')
     self.sessions: set[Guest] = set()
     self.alarm = asyncio.Event()
     self._others = 0
@@ -194,13 +205,17 @@ class Service:
   @property
   def free(self) -> int:
     """Workers left, as far as is known; below 0 some wait."""
-    return self.seen.workers - len(self.sessions) - self._others
+    left = self.seen.ready - len(self.sessions) - self._others
+    # Whatever it says of its workers, such as where a client may have so many,
+    # they are not for us.
+    stuck = any(_long(session.waiting_since_s) for session in self.sessions)
+    return min(left, 0) if stuck else left
 
   @property
   def load(self) -> float:
     """Episodes a worker."""
     taken = len(self.sessions) + self._others
-    return taken / max(1, self.seen.workers)
+    return taken / max(1, self.seen.ready)
 
   def open(self) -> None:
     shown = self._credentials
@@ -238,6 +253,7 @@ class Service:
       'Describe', text_env_pb2.DescribeRequest(), _WATCH_DEADLINE_S
     )
     self.asked_s = began_s
+    self.misses = 0
     self._others = max(0, reply.busy + reply.waiting - len(self.sessions))
     self.seen = Description(
       name=reply.name,
@@ -250,6 +266,7 @@ class Service:
       waiting=reply.waiting,
       sets={k: tuple(v.task_names) for k, v in reply.sets.items()},
       max_action_bytes=reply.max_action_bytes,
+      ready=reply.ready,
     )
     return self.seen
 
@@ -266,16 +283,17 @@ class Service:
 
   def failed(self, error: grpc.aio.AioRpcError) -> None:
     """Notes what went wrong and, where it can be told, what to do."""
-    code, details = error.code(), error.details()
-    handshake = 'handshak' in details
+    code, details = error.code(), error.details() or ''
+    handshake = 'handshak' in details or 'Hostname Verification' in details
     self.final = code in FINAL or handshake
     hint = ''
     if code in STRANGERS:
       hint = 'env.token_file must name a file with a token that it knows'
     elif handshake:
       hint = (
-        'env.tls_ca must name the authority that vouches for it, and env.tls '
-        'be False if it speaks plain text'
+        'env.tls_ca must name the authority that vouches for it, env.address '
+        'use a name in its certificate, and env.tls be False if it speaks '
+        'plain text'
       )
     elif 'Socket closed' in details and self.seen is None:
       hint = (
@@ -283,7 +301,9 @@ class Service:
         if self._credentials.tls
         else 'it may speak TLS: env.tls=True'
       )
-    self.why = f'{status(code, details)}{"; " if hint else ""}{hint}'
+    self.why = status(code, details)
+    if hint:
+      self.why = f'{self.why.rstrip(".")}; {hint}'
 
 
 class Fleet:
@@ -327,7 +347,10 @@ class Fleet:
     self._refused: dict[str, str] = {}  # Address -> what it served instead.
     self._asking: dict[Service, asyncio.Task] = {}
     self._watchers: list[asyncio.Task] = []
+    self._looks: set[asyncio.Task] = set()
     self._noticed_s = float('-inf')
+    # Sessions that a full queue has turned away: where, and since when.
+    self.turned_away: dict[Guest, tuple[str, float]] = {}
 
   @property
   def up(self) -> int:
@@ -384,6 +407,10 @@ class Fleet:
       await self._ask(service)
 
     looks = [asyncio.ensure_future(look(s)) for s in self._services]
+    # The event loop itself holds tasks only weakly.
+    self._looks.update(looks)
+    for each in looks:
+      each.add_done_callback(self._looks.discard)
     await asyncio.wait(looks, timeout=timeout_s)
 
   async def describe(self) -> Description:
@@ -395,44 +422,57 @@ class Fleet:
     while True:
       asked = [service for service in self._services if service.up]
       await asyncio.gather(*(self._judge(service) for service in asked))
-      seen = [service.seen for service in asked if service.up]
+      # One that left the question unanswered would be quoted from before.
+      seen = [s.seen for s in asked if s.up and not s.misses]
       if seen:
+        limits = [one.max_action_bytes for one in seen if one.max_action_bytes]
         return dataclasses.replace(
           seen[0],
           **{
             name: sum(getattr(one, name) for one in seen)
-            for name in ('workers', 'busy', 'waiting')
+            for name in ('workers', 'busy', 'waiting', 'ready')
           },
-          max_action_bytes=min(one.max_action_bytes for one in seen),
+          max_action_bytes=min(limits, default=0),
         )
       await self._wait_until_up()
 
   async def close(self) -> None:
     """Closes the connections, and with them every session."""
-    chores = [*self._watchers, *self._asking.values()]
+    chores = [*self._watchers, *self._looks, *self._asking.values()]
     self._watchers, self._asking = [], {}
     for chore in chores:
       chore.cancel()
     await asyncio.gather(*chores, return_exceptions=True)
     for service in self._services:
       await service.close()
+    # Whoever asks for a place yet is told at once that there is none.
+    self._some_up.clear()
+    self._away_since_s = float('-inf')
 
   async def place(self, failed: Service | None) -> Service:
     """Finds the service for an episode, another than `failed` if there is one.
+
+    One that has no worker at all is taken only where none has.
 
     Raises:
       ConnectionError: no service is up, and has not been for too long.
     """
     while True:
-      up = [service for service in self._services if service.up]
-      best = _freest([s for s in up if s is not failed] or up)
+      best = self._best(failed)
       if best is not None and best is failed:
         await self._ask(best)
-        if not best.up:
-          best = None
+        best = self._best(failed)
       if best is not None:
         return best
       await self._wait_until_up()
+
+  def able(self) -> list[Service]:
+    """Services that are up and have workers."""
+    return [s for s in self._services if s.up and s.seen.ready]
+
+  def _best(self, failed: Service | None) -> Service | None:
+    able = self.able() or [s for s in self._services if s.up]
+    return _freest([s for s in able if s is not failed] or able)
 
   # -- Watching ----------------------------------------------------------------
 
@@ -445,10 +485,15 @@ class Fleet:
       else:
         await service.wait_connected()
       service.alarm.clear()
-      await self._ask(service)
-      self._move_waiting()
-      self._serve_begun()
-      self._notice_waiting()
+      try:
+        await self._ask(service)
+        self._serve_begun()
+        self._move_waiting()
+        self._notice_waiting()
+      except Exception:
+        # Who watches no more would never take the service back.
+        _log.exception('watching %s failed; it goes on', service.address)
+        await asyncio.sleep(_WATCH_S)
 
   async def _ask(self, service: Service) -> None:
     """Asks a service, once for all who want to know at the same time."""
@@ -470,7 +515,12 @@ class Fleet:
           continue
         service.asked_s = began_s
         service.failed(error)
-        self._drop(service)
+        if began_s >= service.missed_s:
+          service.misses += 1
+          service.missed_s = loop.time()
+        silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if self.up > 1 or not silent or service.misses >= _LAST_MISSES:
+          self._drop(service)
         return
       break
     if service.seen.served == self._served:
@@ -517,38 +567,44 @@ class Fleet:
     )
 
   def _move_waiting(self) -> None:
-    """Calls episodes from queues to workers that are free elsewhere."""
-    up = [service for service in self._services if service.up]
-    best = _freest(up)
-    if best is None:
-      return
-    free = best.free
-    for service in up:
+    """Calls episodes from queues to workers that are free elsewhere.
+
+    Those that were begun go first: others may wait for what they hold.
+    """
+    room = {service: service.free for service in self.able()}
+    for service in [s for s in self._services if s.up]:
       waiting = sorted(
         (s for s in service.sessions if s.waiting_since_s is not None),
-        key=lambda session: session.waiting_since_s,
+        key=lambda session: (not session.turns, session.waiting_since_s),
       )
-      for session in waiting[: max(0, min(free, -service.free))]:
+      late = sum(_long(session.waiting_since_s) for session in waiting)
+      others = [other for other in room if other is not service]
+      for session in waiting[: max(late, -service.free)]:
+        best = max(others, key=room.get, default=None)
+        if best is None or room[best] < 1:
+          break
         session.interrupt(MovedError())
-        free -= 1
+        room[best] -= 1
 
   def _serve_begun(self) -> None:
     """Lets episodes that were begun go before those that were only reset.
 
     Else the two may wait for each other, once workers are lost: one holds a
-    slot of the sampler and wants a worker, the other one the reverse.
+    slot of the sampler and wants a worker, the other one the reverse. A worker
+    of the service at which it waits serves it best, but any does.
     """
-    now_s = asyncio.get_running_loop().time()
-
-    def long(since_s: float | None) -> bool:
-      return since_s is not None and now_s - since_s > _PATIENCE_S
-
+    wanting = 0
+    left: list[Guest] = []
     for service in self._services:
       here = service.sessions
-      begun = [s for s in here if s.turns and long(s.waiting_since_s)]
-      spare = [s for s in here if long(s.spare_since_s)]
+      begun = [s for s in here if s.turns and _long(s.waiting_since_s)]
+      spare = [s for s in here if _long(s.spare_since_s)]
       for session in spare[: len(begun)]:
         session.give_way()
+      wanting += max(0, len(begun) - len(spare))
+      left += spare[len(begun) :]
+    for session in left[:wanting]:
+      session.give_way()
 
   def _notice_waiting(self) -> None:
     now_s = asyncio.get_running_loop().time()
@@ -559,11 +615,17 @@ class Fleet:
       if session.waiting_since_s is not None
       and now_s - session.waiting_since_s > _QUEUE_NOTICE_S
     ]
+    slow += [
+      address
+      for address, since_s in self.turned_away.values()
+      if now_s - since_s > _QUEUE_NOTICE_S
+    ]
     if slow and now_s - self._noticed_s > _QUEUE_NOTICE_EVERY_S:
       self._noticed_s = now_s
       _log.warning(
-        '%d episodes have waited over %g s for a free worker at %s (there are '
-        'fewer --workers than episodes played at once)',
+        '%d episodes have waited over %g s for a free worker at %s (its '
+        '--workers or its --client-limit are below the number of episodes '
+        'played at once, or others play there)',
         len(slow),
         _QUEUE_NOTICE_S,
         ', '.join(sorted(set(slow))),
@@ -631,6 +693,13 @@ class Fleet:
           service.address,
           service.why,
         )
+
+
+def _long(since_s: float | None) -> bool:
+  """Whether somebody has waited since then for longer than is fair."""
+  if since_s is None:
+    return False
+  return asyncio.get_running_loop().time() - since_s > _PATIENCE_S
 
 
 def _freest(services: Iterable[Service]) -> Service | None:

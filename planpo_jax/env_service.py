@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 import logging
 import os
-import pathlib
 import queue
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from envs_server import worker
+
 _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 120.0
@@ -25,8 +25,9 @@ _READY = 'listening on '
 # A service that dies this early this often in a row will not get better.
 _EARLY_S = 10.0
 _EARLY_DEATHS = 5
-# A service is asked so often whether it is well. One that is alive but silent
-# so many times in a row hangs; a machine under load makes a few times of it.
+# A service is asked so often whether it is well. One that is alive but does
+# not answer so many times in a row hangs, or has closed its port and does not
+# end; a machine under load makes a few times of it.
 _HEALTH_EVERY_S = 2.0
 _HEALTH_DEADLINE_S = 1.5
 _HEALTH_MISSES = 5
@@ -95,10 +96,6 @@ class LocalService:
 
   def _launch(self, port: int) -> str:
     """Starts one process; returns its address once it serves."""
-    root = pathlib.Path(importlib.util.find_spec('envs_server').origin).parents[
-      1
-    ]
-    paths = (str(root), os.environ.get('PYTHONPATH', ''))
     process = subprocess.Popen(
       [*self._command, f'--port={port}'],
       # It reads the end of this pipe when we are gone, even by kill -9.
@@ -107,8 +104,7 @@ class LocalService:
       stderr=subprocess.PIPE,
       encoding='utf-8',
       errors='replace',
-      env=os.environ
-      | {'PYTHONPATH': os.pathsep.join(path for path in paths if path)},
+      env=os.environ | {'PYTHONPATH': worker.python_path()},
       # Ctrl-C in the terminal shall not reach it before we have saved.
       start_new_session=True,
     )
@@ -191,11 +187,14 @@ class LocalService:
 
 
 def _answers(stub: health_pb2_grpc.HealthStub) -> bool:
-  """Whether a service answers in time, whatever it answers."""
+  """Whether a service answers in time, whatever the answer."""
   try:
     stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S)
   except grpc.RpcError as error:
-    return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+    return error.code() not in (
+      grpc.StatusCode.DEADLINE_EXCEEDED,
+      grpc.StatusCode.UNAVAILABLE,
+    )
   return True
 
 

@@ -202,7 +202,8 @@ async def collect(
       them are reset ahead, so that a slot that becomes free finds an episode
       that has begun; with fewer, some slots stay empty.
     deadline_s: seconds after which an episode that holds a slot is cut off
-      with the turns that it has; 0 for none.
+      with the turns that it has; 0 for none. They count from its first slot,
+      also where it is played again.
     expected: length of an episode of a task in any unit; longer ones start
       first.
     on_progress: called with (episodes done, turns played) so far.
@@ -230,40 +231,54 @@ async def collect(
     on_progress(*counts)
 
   async def attempt(
-    task: episodes.Task, member: int, preface: str
-  ) -> episodes.Episode:
+    task: episodes.Task, member: int, preface: str, until_s: float
+  ) -> _Game:
+    """Plays once, until `ledger.now()` is `until_s`; 0: `deadline_s` on."""
     session = client.session(task, step_limit=max_turns)
     game = _Game(session, fmt, task, member, seed, preface)
     try:
       with ledger.span('reset'):
         await game.begin()
       slot = await slots.get()
-      game.start_s = ledger.now()
       try:
+        game.start_s = ledger.now()
+        if deadline_s:
+          game.until_s = until_s or game.start_s + deadline_s
+          if game.start_s >= game.until_s:
+            raise env_client.EnvFault(
+              f'rollout.deadline_s={deadline_s:g} was over before it could be '
+              'played again',
+              final=True,
+            )
         with ledger.span('held'):
-          await game.play(decoder, slot, deadline_s, count_turn)
+          await game.play(decoder, slot, count_turn)
       finally:
         slots.put_nowait(slot)
     except env_client.EnvFault as fault:
-      game.fault = str(fault)
+      game.fault = fault
     finally:
       await session.close()
-    return game.episode()
+    return game
 
   async def play(
     task: episodes.Task, member: int, preface: str
   ) -> episodes.Episode:
     async with permits:
-      recoveries = 0
+      recoveries, until_s, diverged = 0, 0.0, False
       for left in range(_REFILLS, -1, -1):
-        played = await attempt(task, member, preface)
+        game = await attempt(task, member, preface, until_s)
+        played, fault = game.episode(), game.fault
         recoveries += played.recoveries
-        if played.ending is not episodes.Ending.FAULT:
+        if fault is None:
           break
-        if not left or not client.up:
-          _log.warning('episode of %s dropped: %s', task, played.fault)
+        until_s = game.until_s or until_s
+        # Twice, and the environment is one that does what it likes.
+        hopeless = fault.final or (fault.diverged and diverged)
+        diverged = fault.diverged
+        if not left or hopeless or not client.up:
+          _log.warning('episode of %s dropped: %s', task, fault)
           break
-        _log.warning('episode of %s is played again: %s', task, played.fault)
+        _log.warning('episode of %s is played again: %s', task, fault)
         ledger.refills += 1
       counts[0] += 1
       ledger.ended()
@@ -278,7 +293,8 @@ async def collect(
   on_progress(*counts)
   order = sorted(range(len(jobs)), key=lambda i: -expected(jobs[i][0]))
   before = prefaces or [''] * len(jobs)
-  playing = asyncio.gather(*(play(*jobs[i], before[i]) for i in order))
+  games = [asyncio.ensure_future(play(*jobs[i], before[i])) for i in order]
+  playing = asyncio.gather(*games)
   others = [asyncio.ensure_future(work) for work in (decoder.run(), watch())]
   try:
     done, _ = await asyncio.wait(
@@ -289,9 +305,10 @@ async def collect(
     played = dict(zip(order, playing.result(), strict=True))
     return Collected([played[i] for i in range(len(jobs))], ledger.stats())
   finally:
-    for future in (playing, *others):
+    # Each by itself: what gathers them is done as soon as one has failed.
+    for future in (*games, playing, *others):
       future.cancel()
-    await asyncio.gather(playing, *others, return_exceptions=True)
+    await asyncio.gather(*games, playing, *others, return_exceptions=True)
     for slot in policy_sampler.active:
       policy_sampler.reset(slot)
 
@@ -300,8 +317,9 @@ class _Game:
   """One episode while it is played.
 
   Attributes:
-    fault: why the environment failed for good; empty if it did not.
+    fault: the failure of the environment; None if there was none.
     start_s: seconds into the collection at which it got its slot.
+    until_s: seconds into the collection at which it is cut off; 0: never.
   """
 
   def __init__(
@@ -325,8 +343,9 @@ class _Game:
     self._goal = ''
     self._reset_s = 0.0
     self._dropped_pairs = 0
-    self.fault = ''
+    self.fault: env_client.EnvFault | None = None
     self.start_s = 0.0
+    self.until_s = 0.0
 
   async def begin(self) -> None:
     """Resets the environment."""
@@ -339,12 +358,12 @@ class _Game:
     self,
     decoder: _Decoder,
     slot: int,
-    deadline_s: float,
     on_turn: Callable[[], None],
   ) -> None:
     """Plays to the end, or to the deadline."""
+    left_s = self.until_s - self.start_s if self.until_s else None
     try:
-      async with asyncio.timeout(deadline_s or None):
+      async with asyncio.timeout(left_s):
         await self._play(decoder, slot, on_turn)
     except TimeoutError:
       self._ending = episodes.Ending.DEADLINE
@@ -401,7 +420,7 @@ class _Game:
         0.0,
         False,
         episodes.Ending.FAULT,
-        self.fault,
+        str(self.fault),
         recoveries=self._session.faults,
       )
     return episodes.Episode(

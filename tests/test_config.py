@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -144,6 +145,29 @@ def test_the_optimizer_of_a_critic_is_checked_where_there_is_one():
   config.advantage.name = 'ppo'
   with pytest.raises(config_lib.ConfigError, match='critic.weight_decay=nan'):
     config_lib.check(config, 1)
+
+
+@pytest.mark.parametrize(
+  'changes, told',
+  [
+    ({'server_flags': "'x"}, 'No closing quotation'),
+    ({'server_flags': '--idle-s=9 --port=5'}, '--port=5 is set by the run'),
+    ({'server_flags': '--env sciworld'}, '--env is set by the run'),
+    ({'token_file': '/etc/hostname'}, 'wants no token; leave it empty'),
+  ],
+)
+def test_flags_of_a_service_of_our_own_are_checked(changes, told):
+  config = smoke()
+  config.env.update(changes)
+  with pytest.raises(config_lib.ConfigError, match=told):
+    config_lib.check(config, 1)
+  config = smoke()
+  config.env.server_flags = '--idle-s=9 "--max-episodes=3"'
+  config_lib.check(config, 1)
+  assert config_lib.server_flags(config.env.server_flags) == [
+    '--idle-s=9',
+    '--max-episodes=3',
+  ]
 
 
 def test_an_evaluation_of_everything_is_asked_for_by_0():
@@ -336,6 +360,7 @@ def test_a_damaged_config_is_named(tmp_path, content):
 
 def written(folder, name, text):
   (folder / name).write_text(text)
+  (folder / name).chmod(0o600)
   return str(folder / name)
 
 
@@ -369,6 +394,20 @@ def test_token_files(tmp_path, text, token):
     config_lib.token(name)
   assert name in str(error.value)
   assert 'cret' not in str(error.value).replace(name, '')
+
+
+@pytest.mark.parametrize('mode', [0o640, 0o604, 0o620, 0o644])
+def test_a_token_file_that_others_may_use_is_refused(tmp_path, mode):
+  config = smoke()
+  config.env.token_file = written(tmp_path, 'tokens', 'secret')
+  (tmp_path / 'tokens').chmod(mode)
+  with pytest.raises(config_lib.ConfigError) as error:
+    config_lib.check(config, 1)
+  assert f'has mode {mode:04o}' in str(error.value)
+  assert f"'chmod 600 {tmp_path}/tokens'" in str(error.value)
+  assert 'secret' not in str(error.value)
+  (tmp_path / 'tokens').chmod(0o400)
+  config_lib.check(config, 1)
 
 
 def test_secrets_need_tls_beyond_this_machine(tmp_path):
@@ -428,6 +467,31 @@ def test_options():
   assert config_lib.options('') == ()
   with pytest.raises(config_lib.ConfigError, match='key=value'):
     config_lib.options('easy')
+
+
+def test_an_environment_that_is_broken_leaves_the_others(tmp_path):
+  (tmp_path / 'envs_server').mkdir()
+  for name, text in (
+    ('broken', "raise RuntimeError('half written')\n"),
+    ('torn', 'def make_env(:\n'),
+    ('well', 'def make_env():\n  pass\n'),
+  ):
+    (tmp_path / 'envs_server' / f'{name}.py').write_text(text)
+  done = subprocess.run(
+    [sys.executable, '-m', 'envs_server', '--env=broken'],
+    cwd=ROOT,
+    env=os.environ | {'PYTHONPATH': str(tmp_path)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2 and 'Traceback' not in done.stderr
+  told = 'envs_server.broken is left out: it cannot be imported (RuntimeError: '
+  assert done.stderr.count(f'{told}half written)') == 1
+  assert done.stderr.count('envs_server.torn is left out') == 1
+  last = done.stderr.splitlines()[-1]
+  assert last.endswith(
+    "unknown environment 'broken'; known: sciworld, toy, well."
+  )
 
 
 def test_an_option_that_is_off_can_be_set():

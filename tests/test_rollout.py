@@ -65,9 +65,9 @@ def make_sampler_of_long_responses(kind, slots):
 class ScriptedSession:
   """Ends by itself after as many turns as the task's index, plus one."""
 
-  def __init__(self, task, fault_at, latency):
+  def __init__(self, task, fault_at, latency, kind):
     self._task, self._fault_at, self._turn = task, fault_at, 0
-    self._latency = latency
+    self._latency, self._kind = latency, kind
     self.faults = 0
     self.closed = False
 
@@ -80,7 +80,7 @@ class ScriptedSession:
     await asyncio.sleep(self._latency(self._task, self._turn))
     if self._turn == self._fault_at:
       self.faults += 1
-      raise env_client.EnvFault('the host is gone')
+      raise env_client.EnvFault('the host is gone', **self._kind)
     over = self._turn > self._task.index
     return episodes.Observation(
       f'seen {self._turn}',
@@ -98,13 +98,19 @@ class ScriptedClient:
   """Serves scripted sessions; those of `faulty` tasks break at their end.
 
   `latency(task, turn)` is the seconds that an answer takes, a reset's is that
-  of turn 0. Only the first `faults` sessions of a faulty task break; `up`
-  services are up.
+  of turn 0. Only the first `faults` sessions of a faulty task break, with
+  faults of such a `kind`; `up` services are up.
   """
 
   def __init__(
-    self, faulty=(), latency=lambda task, turn: 0.0, faults=10**9, up=1
+    self,
+    faulty=(),
+    latency=lambda task, turn: 0.0,
+    faults=10**9,
+    up=1,
+    **kind,
   ):
+    self._kind = kind
     self._faulty = dict.fromkeys(faulty, faults)
     self._latency = latency
     self.up = up
@@ -121,7 +127,9 @@ class ScriptedClient:
     if self._faulty.get(task.index, 0):
       self._faulty[task.index] -= 1
       fault_at = task.index + 1
-    self.sessions.append(ScriptedSession(task, fault_at, self._latency))
+    self.sessions.append(
+      ScriptedSession(task, fault_at, self._latency, self._kind)
+    )
     return self.sessions[-1]
 
 
@@ -266,6 +274,59 @@ def test_refills_have_an_end():
   assert len(client.sessions) == 6 and struck.stats.refills == 4
 
 
+@pytest.mark.parametrize('kind, tries', [('final', 1), ('diverged', 2)])
+def test_what_would_fail_again_is_not_played_again(kind, tries):
+  client = ScriptedClient(faulty=(1,), **{kind: True})
+  struck = collect(client, rollout.group_jobs(TASKS, 1))
+  assert [e.ending is episodes.Ending.FAULT for e in struck.episodes] == [
+    False,
+    True,
+    False,
+  ]
+  assert struck.episodes[1].recoveries == tries
+  assert struck.stats.refills == tries - 1
+  assert len(client.sessions) == 2 + tries
+
+
+def test_what_went_another_way_once_is_played_again():
+  client = ScriptedClient(faulty=(1,), faults=1, diverged=True)
+  struck = collect(client, rollout.group_jobs(TASKS, 1))
+  assert not any(e.ending is episodes.Ending.FAULT for e in struck.episodes)
+  assert struck.stats.refills == 1
+
+
+def test_the_deadline_counts_from_the_first_slot():
+  """The last act takes 5 s and breaks; then 3 of 8 s are left."""
+  task, made = TASKS[1], make_sampler()
+  play(ScriptedClient(), [(task, 0)], made)  # Compiles.
+  client = ScriptedClient(
+    faulty=(1,), faults=1, latency=lambda task, turn: 5.0 * (turn == 2)
+  )
+  struck = collect(client, [(task, 0)], made, deadline_s=8.0)
+  (played,) = struck.episodes
+  assert struck.stats.refills == 1
+  assert played.ending is episodes.Ending.DEADLINE and len(played.turns) == 1
+
+
+def test_an_episode_that_cannot_be_played_again_in_time_is_a_fault():
+  """No failure of the policy, which had no turn."""
+  resets = []
+
+  def latency(task, turn):
+    if turn == 0:
+      resets.append(task)
+    return 4.0 * (turn == 0 and len(resets) == 2)
+
+  client = ScriptedClient(faulty=(1,), faults=1, latency=latency)
+  made = make_sampler()
+  play(ScriptedClient(), [(TASKS[1], 0)], made)  # Compiles.
+  struck = collect(client, [(TASKS[1], 0)], made, deadline_s=3.0)
+  (played,) = struck.episodes
+  assert played.ending is episodes.Ending.FAULT
+  assert 'rollout.deadline_s=3 was over' in played.fault
+  assert struck.stats.refills == 1 and len(client.sessions) == 2
+
+
 def test_nothing_is_played_again_while_no_service_is_up():
   jobs = rollout.group_jobs(TASKS, 1)
   client = ScriptedClient(faulty=(1,), faults=1, up=0)
@@ -314,6 +375,39 @@ def test_a_task_that_does_not_fit_at_all_is_named():
         max_turns=6,
       )
     )
+
+
+def test_what_stops_one_episode_leaves_none_of_the_others_running():
+  class Refusing(ScriptedSession):
+    async def reset(self):
+      await asyncio.sleep(0.05)
+      raise ValueError('no such task')
+
+  async def body():
+    client = ScriptedClient(latency=lambda task, turn: 30.0)
+    first = client.session
+
+    def session(task, *, step_limit):
+      if client.sessions:
+        return first(task, step_limit=step_limit)
+      client.sessions.append(Refusing(task, None, None, {}))
+      return client.sessions[-1]
+
+    client.session = session
+    with pytest.raises(ValueError, match='no such task'):
+      await rollout.collect(
+        client,
+        make_sampler(),
+        FORMAT,
+        rollout.group_jobs(TASKS, 2),
+        seed=(0, 0, 0),
+        max_turns=6,
+      )
+    assert len(client.sessions) > 2
+    assert client.playing == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+  asyncio.run(body())
 
 
 def test_stop_gives_up_and_leaves_the_sampler_usable():

@@ -243,23 +243,30 @@ def test_episodes_that_wait_move_to_workers_that_are_free(serve, caplog):
 def test_who_may_have_no_more_workers_goes_elsewhere(serve, monkeypatch):
   """The service says that it has free ones; this client gets only one."""
   monkeypatch.setattr(env_fleet, '_PATIENCE_S', 1.0)
-  narrow, small = serve('--workers=3', '--client-limit=1'), serve()
+  narrow, small = serve('--workers=4', '--client-limit=1'), serve()
 
   async def body(client):
     held = await begun(client)
     assert (await alone(narrow)).busy == 1
-    texts, session = await asyncio.wait_for(play(client), 60)
-    # While one waits there, no new ones go there.
-    waiting = [asyncio.ensure_future(begun(client)) for _ in range(2)]
-    await until(lambda: any(w.done() for w in waiting), 60)
-    (stuck,) = (w for w in waiting if not w.done())
+    moved = await asyncio.wait_for(begun(client), 60)
+    assert (await alone(small)).busy == 1
+    stuck = asyncio.ensure_future(begun(client))
+    while not (await alone(narrow)).waiting:
+      await asyncio.sleep(0.05)
+    # Nobody calls it away from now on.
+    monkeypatch.setattr(env_fleet, '_WATCH_S', 600.0)
+    await asyncio.sleep(5)
+    await moved.close()
+    # A new one does not queue behind it where there seem to be more workers.
+    other = await asyncio.wait_for(begun(client), 60)
+    assert not stuck.done()
     await held.close()
-    for session_ in await asyncio.wait_for(asyncio.gather(*waiting), 60):
-      await session_.close()
-    assert stuck.done()
-    return texts, session.faults
+    sessions = [moved, other, await asyncio.wait_for(stuck, 60)]
+    for session in sessions:
+      await session.close()
+    return [session.faults for session in sessions]
 
-  assert with_client([narrow.address, small.address], body) == (direct(), 0)
+  assert with_client([narrow.address, small.address], body) == [0, 0, 0]
 
 
 # -- Services that can build no worker -----------------------------------------
@@ -391,15 +398,20 @@ def test_begun_episodes_do_not_wait_for_others_at_another_service(
     ahead = asyncio.ensure_future(begun(client))
     while not (await alone(lost)).waiting:
       await asyncio.sleep(0.05)
+    late = asyncio.ensure_future(begun(client))
+    while not (await alone(other)).waiting:
+      await asyncio.sleep(0.05)
     await began.step('look')
     (worker,) = env_processes.workers_of(lost.process.pid)
     os.kill(worker, signal.SIGKILL)
     seen = [await asyncio.wait_for(began.step('inventory'), 60)]
-    assert (await alone(other)).busy == 1
+    # It has waited for longer, but nobody waits for it.
+    assert not late.done()
     await began.close()
     spare = await ahead
-    seen.append(await spare.step('inventory'))
-    for session in (spare, held):
+    seen.append(await asyncio.wait_for(spare.step('inventory'), 60))
+    await spare.close()
+    for session in (await asyncio.wait_for(late, 60), held):
       await session.close()
     await stranger.close()
     return [o.text for o in seen], spare.faults
@@ -672,6 +684,7 @@ def test_the_last_service_may_miss_a_question(serve, monkeypatch):
     await asyncio.gather(
       *(client._judge(client._services[0]) for _ in range(3))
     )
+    up.append(client.up)
     for number in (signal.SIGCONT, signal.SIGSTOP, signal.SIGSTOP):
       await ask(number)
     return up
@@ -679,7 +692,7 @@ def test_the_last_service_may_miss_a_question(serve, monkeypatch):
   assert with_client([first.address, second.address], body) == [
     *(1, 2),
     *(1, 1, 1, 1),
-    *(1, 1, 0),
+    *(1, 1, 1, 0),
   ]
 
 

@@ -243,18 +243,23 @@ class TextEnv(Protocol):
 
 def known() -> tuple[str, ...]:
   """Names of the environments in this package, sorted."""
+  return tuple(name for name in _modules() if _makes_env(name))
+
+
+def broken() -> tuple[str, ...]:
+  """Names of modules in this package that cannot be imported, sorted."""
+  return tuple(name for name in _modules() if _makes_env(name) is None)
+
+
+def _modules() -> list[str]:
   package = importlib.import_module('envs_server').__path__
-  return tuple(
-    sorted(
-      info.name
-      for info in pkgutil.iter_modules(package)
-      if not info.name.startswith('_') and _makes_env(info.name)
-    )
-  )
+  names = {info.name for info in pkgutil.iter_modules(package)}
+  return sorted(name for name in names if not name.startswith('_'))
 
 
 @functools.cache  # A module that is broken is told of once.
-def _makes_env(name: str) -> bool:
+def _makes_env(name: str) -> bool | None:
+  """None if the module cannot be imported."""
   try:
     return hasattr(module(name), 'make_env')
   except Exception as error:
@@ -265,7 +270,7 @@ def _makes_env(name: str) -> bool:
       type(error).__name__,
       error,
     )
-    return False
+    return None
 
 
 def module(name: str) -> types.ModuleType:

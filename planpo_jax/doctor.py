@@ -408,7 +408,8 @@ def _answer(
 def _known(name: str, config: dict) -> tuple[str, str]:
   from envs_server import env
 
-  return OK, ' '.join(env.known())
+  # The check of one that is broken says why.
+  return OK, ' '.join((*env.known(), *env.broken()))
 
 
 def _java(name: str, config: dict) -> tuple[str, str]:

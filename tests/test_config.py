@@ -271,7 +271,7 @@ def test_paper_experiments(name, size, billions):
     ('env.tls_ca', '/no/such', ("env.tls_ca='/no/such'", 'PEM')),
     ('env.tls_ca', __file__, ('holds no certificate in PEM',)),
     ('env.tls_key', __file__, ('go together', "env.tls_cert=''")),
-    ('env.token_file', '/no/such', ("'/no/such'", 'No such file')),
+    ('env.token_file', '/no/such', ("'/no/such' without env.address",)),
     ('mesh.data', 3, ('mesh.data=3', '1', 'mesh.fsdp=1')),
   ],
 )
@@ -399,7 +399,11 @@ def test_token_files(tmp_path, text, token):
 @pytest.mark.parametrize('mode', [0o640, 0o604, 0o620, 0o644])
 def test_a_token_file_that_others_may_use_is_refused(tmp_path, mode):
   config = smoke()
-  config.env.token_file = written(tmp_path, 'tokens', 'secret')
+  config.env.address = 'localhost:1'
+  config.env.token_file = str(tmp_path / 'tokens')
+  with pytest.raises(config_lib.ConfigError, match='No such file'):
+    config_lib.check(config, 1)
+  written(tmp_path, 'tokens', 'secret')
   (tmp_path / 'tokens').chmod(mode)
   with pytest.raises(config_lib.ConfigError) as error:
     config_lib.check(config, 1)
@@ -415,7 +419,7 @@ def test_secrets_need_tls_beyond_this_machine(tmp_path):
   issued = authority.issue_cert('a')
   config = smoke()
   config.env.token_file = written(tmp_path, 'tokens', 'secret')
-  for address in ('', 'localhost:1', '127.0.0.2:1,[::1]:1'):
+  for address in ('localhost:1', '127.0.0.2:1,[::1]:1'):
     config.env.address = address
     config_lib.check(config, 1)
   config.env.address = 'localhost:1,10.0.0.1:1'

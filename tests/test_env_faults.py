@@ -179,7 +179,7 @@ def test_second_service_at_a_port_gives_up_and_the_first_goes_on():
   assert second.stdout == ''
   (line,) = second.stderr.splitlines()
   assert line.startswith(f'envs_server: cannot listen on 127.0.0.1:{port} (')
-  assert line.endswith('; give --port=0 for a free one.')
+  assert line.endswith('--port=0 for a free port.')
 
 
 # -- A machine that is short of something --------------------------------------

@@ -942,6 +942,28 @@ def test_who_is_turned_away_for_long_is_told_of(serve, monkeypatch, caplog):
   assert line.startswith('1 episodes have waited over 1 s for a free worker')
 
 
+def test_stream_of_an_episode_that_ended_ends_in_good_order(serve):
+  """One that is cancelled leaves something behind in gRPC's server."""
+  served = serve('--workers=1')
+
+  async def code(client, steps):
+    session = client.session(TASK, step_limit=2)
+    await session.reset()
+    for _ in range(steps):
+      await session.step('look')
+    call = session._call
+    await session.close()
+    return await call.code()
+
+  async def body(client):
+    return [await code(client, steps) for steps in (1, 2)]
+
+  assert with_client(served.address, body) == [
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.OK,
+  ]
+
+
 def test_who_asks_after_the_end_is_answered_at_once(serve):
   served = serve('--workers=1')
 

@@ -306,7 +306,7 @@ def test_port_that_is_taken_is_told():
   assert f'--metrics=127.0.0.1:{port} cannot be listened on' in str(
     caught.value
   )
-  assert '--metrics=127.0.0.1:0 for a free port' in str(caught.value)
+  assert 'and port 0 for a free one' in str(caught.value)
 
 
 def test_address_of_another_machine_is_told():

@@ -319,10 +319,17 @@ def player():
   )
   config = quickstart.get_config('smoke').copy_and_resolve_references()
   config.sampler.slots = 2 * jax.device_count()
+
+  async def refresh():
+    pass
+
   env = types.SimpleNamespace(
     description=types.SimpleNamespace(workers=16, action_format=''),
     client=types.SimpleNamespace(
-      session=lambda task, step_limit: Session(task.index)
+      session=lambda task, step_limit: Session(task.index),
+      refresh=refresh,
+      workers=16,
+      up=1,
     ),
     run=asyncio.run,
   )

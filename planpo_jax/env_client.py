@@ -246,14 +246,16 @@ class Session:
 
   async def close(self) -> None:
     """Frees the worker. Harmless when repeated."""
-    if self._call is not None and self._ended:
-      # A stream that is cancelled costs gRPC's server a hundred bytes for ever;
-      # this one can end in good order.
-      with contextlib.suppress(Exception):
-        async with asyncio.timeout(_FAREWELL_S):
-          await self._call.done_writing()
-          await self._call.code()
-    self._leave()
+    try:
+      if self._call is not None and self._ended:
+        # A stream that is cancelled costs gRPC's server a hundred bytes for
+        # ever; this one can end in good order.
+        with contextlib.suppress(Exception):
+          async with asyncio.timeout(_FAREWELL_S):
+            await self._call.done_writing()
+            await self._call.code()
+    finally:  # Also if we are cancelled as we wait.
+      self._leave()
 
   @property
   def _ended(self) -> bool:

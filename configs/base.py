@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   config.env = ml_collections.ConfigDict()
-  config.env.name = 'sciworld'  # sciworld | toy
+  config.env.name = 'sciworld'  # sciworld | alfworld | toy
   # Services already running, `host:port` or `host:port,host:port`; empty starts
   # one on this machine.
   config.env.address = ''
@@ -52,6 +52,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.chat.context = 'conversation'  # conversation | window
   config.chat.prompt = 'full'  # A file of planpo_jax/prompts.
   config.chat.history = 2  # (observation, action) pairs kept by `window`.
+  # List the actions that the environment admits below each observation.
+  config.chat.admissible = False
   config.chat.max_context = 4096  # Tokens of a context with its response.
   config.chat.max_response = 200  # Tokens of one response.
 
@@ -148,6 +150,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.learner.micro_rows = 8  # Rows held at once; more are accumulated.
 
   config.eval = ml_collections.ConfigDict()
+  # Splits that launch/evaluate.py plays; empty: `env.eval_split` alone.
+  config.eval.splits = ()
   config.eval.episodes = 200  # 0: every task of the split once.
   config.eval.every = 5  # Steps; 0 evaluates before and after only.
   config.eval.temperature = 1.0

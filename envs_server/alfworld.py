@@ -1,0 +1,158 @@
+"""ALFWorld (Shridhar et al. 2021, arXiv 2010.03768) on its own engine.
+
+The games are those below $ALFWORLD_DATA; see `alfworld_data`. A task is a game:
+its index is the place of the game in the sorted list of its split and type.
+What is read is the engine's own text, the same as in the package's
+`AlfredTWEnv`. A game file holds rules that the engine evaluates as Python, so
+only files from a source that is trusted may be played.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import re
+import sys
+
+from envs_server import alfworld_data, alfworld_engine, env
+
+# Of a worker process, for those who plan.
+MEMORY_MB = 130
+_SHOWN = 10  # Folders left out that are named at the start.
+_FULL_SCORE = 100.0
+_TASK = re.compile(r'Your task is to: .*')
+_PUT = re.compile(r'(?:put|move) (.+?) (?:in/on|to) (.+)')
+_HOW = {'move': 'move X to Y', 'put': 'put X in/on Y'}
+_ACTION_FORMAT = (
+  'One command a turn. Commands: go to X, open X, close X, take X from Y, '
+  '{put}, clean X with Y, heat X with Y, cool X with Y, use X, examine X, '
+  'look, inventory. Things are named with their number, such as mug 1. What '
+  'is impossible is answered with "Nothing happens."'
+)
+
+
+def check() -> None:
+  """Prints which games were found.
+
+  Raises:
+    RuntimeError: the engine or every game is missing.
+  """
+  try:
+    importlib.import_module('textworld.envs.pddl.logic')
+    # Not imported before the games are found: it makes the folder that
+    # $ALFWORLD_DATA names.
+    importlib.metadata.version('alfworld')
+  except ImportError as error:
+    raise RuntimeError(
+      f'ALFWorld is not installed ({error}); run `{alfworld_data.INSTALL}`, '
+      'which needs a C++ compiler and cmake.'
+    ) from error
+  try:
+    found = alfworld_data.find(alfworld_data.folder())
+  except FileNotFoundError as error:
+    raise RuntimeError(str(error)) from None
+  print(found.table(_SHOWN), file=sys.stderr, flush=True)
+
+
+def make_env() -> AlfWorld:
+  return AlfWorld()
+
+
+class AlfWorld:
+  """One engine, which plays one game after the other.
+
+  Score is 100 when the goal is reached, else 0. Nothing else ends an episode.
+  """
+
+  def __init__(self):
+    self._engine = alfworld_engine.Engine()
+    self._admissible = False
+
+  def catalog(self) -> env.Catalog:
+    """See `env.TextEnv`."""
+    found = self._found
+    versions = ', '.join(
+      f'{name} {importlib.metadata.version(name)}'
+      for name in ('alfworld', 'textworld', 'fast-downward-textworld')
+    )
+    syntax = found.syntax
+    return env.Catalog(
+      version=f'{versions}, {found.version}',
+      action_format=_ACTION_FORMAT.format(
+        put=_HOW.get(syntax, ' or '.join(_HOW.values()))
+      ),
+      indices={
+        split: {
+          name: tuple(found.games[split][name]) for name in alfworld_data.TYPES
+        }
+        for split in alfworld_data.SPLITS
+      },
+      sets={column: (name,) for name, column in alfworld_data.COLUMNS.items()},
+    )
+
+  def reset(
+    self, task: env.Task, expert: bool = False, admissible: bool = False
+  ) -> env.Observation:
+    """See `env.TextEnv`. Takes 0.2 to 0.5 s."""
+    found = self._found.games[task.split][task.name].get(task.index)
+    if found is None:
+      raise RuntimeError(
+        f'{task} is no game any more: the files below {self._found.root} '
+        'changed after the service had started.'
+      )
+    path = self._found.root / found.path / alfworld_data.GAME
+    try:
+      game = alfworld_data.read_game(path)
+      text = self._engine.load(game)
+    except (Exception, SystemExit) as error:
+      # The translator gives up with SystemExit. Another worker finds the same,
+      # and the episode ends as a fault; the run goes on.
+      raise RuntimeError(
+        f'{path} cannot be played ({type(error).__name__}: {error}); restore '
+        'the file, or remove its folder.'
+      ) from error
+    goal = _TASK.search(text)
+    self._admissible = admissible
+    return self._observe(
+      text,
+      goal=goal[0] if goal else '',
+      expert_actions=self._solution(game, found.syntax) if expert else (),
+      info={'game': found.path, 'syntax': found.syntax},
+    )
+
+  def step(self, action: str) -> env.Observation:
+    """See `env.TextEnv`."""
+    return self._observe(self._engine.step(' '.join(action.split())))
+
+  def ping(self) -> None:
+    """See `env.TextEnv`."""
+    self._engine.ping()
+
+  def close(self) -> None:
+    """See `env.TextEnv`."""
+
+  @functools.cached_property
+  def _found(self) -> alfworld_data.Games:
+    return alfworld_data.find(alfworld_data.folder())
+
+  def _solution(self, game: dict, syntax: str) -> tuple[str, ...]:
+    """The stored walkthrough in the words of the game, else the planner's."""
+    stored = game.get('walkthrough') or self._engine.plan()
+    form = _HOW[syntax].replace('X', r'\1').replace('Y', r'\2')
+    # Walkthroughs of older data say `put`, in games that know `move` alone.
+    return tuple(
+      _PUT.sub(form, action) if _PUT.fullmatch(action) else action
+      for action in stored
+    )
+
+  def _observe(self, text: str, **fields) -> env.Observation:
+    won = self._engine.won
+    return env.Observation(
+      text=text,
+      score=_FULL_SCORE if won else 0.0,
+      success=won,
+      terminated=won,
+      admissible=self._engine.admissible() if self._admissible else (),
+      **fields,
+    )

@@ -198,13 +198,16 @@ def find(data: pathlib.Path) -> Games:
   if fresh != known:
     _write_cache(root, fresh)
   if not any(any(found.counts(split)) for split in SPLITS):
+    left = ''
+    if skipped:
+      path, why = next(iter(skipped.items()))
+      left = f' ({len(skipped)} folders are left out, the first {path}: {why})'
     raise FileNotFoundError(
-      f'there is no ALFWorld game in {root}'
-      + (f' ({len(skipped)} folders are left out)' if skipped else '')
-      + '. `export ALFWORLD_DATA=DIR; alfworld-download` fetches the official '
-      'games; `python -m envs_server.alfworld_games DIR --per-type 20 '
-      '--split all` makes others without a network, which are not the '
-      'benchmark. Then set ALFWORLD_DATA=DIR.'
+      f'there is no ALFWorld game in {root}{left}. `export '
+      'ALFWORLD_DATA=DIR; alfworld-download` fetches the official games; '
+      '`python -m envs_server.alfworld_games DIR --per-type 20 --split all` '
+      'makes others without a network, which are not the benchmark. Then set '
+      'ALFWORLD_DATA=DIR.'
     )
   return found
 

@@ -131,6 +131,7 @@ class AlfWorld:
 
   def close(self) -> None:
     """See `env.TextEnv`."""
+    self._engine.close()
 
   @functools.cached_property
   def _found(self) -> alfworld_data.Games:

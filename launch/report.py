@@ -3,8 +3,10 @@
   python launch/report.py DIR [DIR...] [--output=FILE]
 
 DIR is the --workdir of launch/train.py; the run may still be going. That of
-launch/sweep.py stands for all its runs. A folder of dumped episodes, or one
-file NAME.jsonl.gz of it, makes a page of just these episodes.
+launch/sweep.py stands for all its runs; those that differ in their seed alone
+are averaged, also in two tables to quote, NAME_table.md and NAME_table.json
+beside the page NAME.html. A folder of dumped episodes, or one file
+NAME.jsonl.gz of it, makes a page of just these episodes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from planpo_jax.report import page, runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Writes the page and prints its path; returns the exit status."""
+  """Writes the page and prints the paths; returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='launch/report.py', description=__doc__.splitlines()[0]
   )
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   flags = parser.parse_args(arguments)
   try:
-    print(page.write(flags.paths, flags.output))
+    for path in page.write(flags.paths, flags.output):
+      print(path)
   except runs.RunError as error:
     print(f'launch/report.py: {error}', file=sys.stderr)
     return 1

@@ -3,8 +3,10 @@
   python launch/sweep.py --sweep=configs/sweeps/ablations.py \
     --workdir=runs/ablations --config.model.checkpoint=FOLDER
 
-Each run goes to WORKDIR/NAME, one after another; the same command skips what
-is finished and goes on with what was interrupted. With --print the commands of
+Each run goes to WORKDIR/NAME, one after another, and with seed N > 0 to
+WORKDIR/NAME_seedN after all runs of the seeds before it; launch/report.py
+averages over the seeds. The same command skips what is finished and goes on
+with what was interrupted. With --print the commands of
 launch/train.py are printed, a line a run, for a cluster's own launcher.
 """
 
@@ -59,7 +61,10 @@ def _flags(
     help='these runs of the sweep, with all their seeds; NAME_seed1 for one',
   )
   parser.add_argument(
-    '--seeds', metavar='N', type=int, help='each run with seeds 0 to N - 1'
+    '--seeds',
+    metavar='N',
+    type=int,
+    help="each run with seeds 0 to N - 1, instead of the sweep's",
   )
   parser.add_argument(
     '--print', action='store_true', help='print the commands, run nothing'

@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-# Order, reasons and published results of a sweep's runs, in the folder that
-# holds theirs. Hidden, so that `launch/report.py ROOT/*` names runs only.
+# Order, reasons and published results of a sweep's runs, and which of them
+# differ in their seed alone, in the folder that holds theirs. Hidden, so that
+# `launch/report.py ROOT/*` names runs only.
 RECORD = '.sweep.json'
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -452,6 +453,7 @@ def write_record(
   entries = {
     job.name: {
       'name': job.name,
+      'run': job.run.name,
       'reason': job.run.reason,
       'published': job.run.published,
     }

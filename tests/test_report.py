@@ -17,7 +17,7 @@ import pytest
 
 from launch import report
 from planpo_jax import dump, episodes, sweep
-from planpo_jax.report import charts, page, verdict
+from planpo_jax.report import charts, page, seeds, verdict
 from planpo_jax.report import runs as runs_lib
 
 HOSTILE = (
@@ -775,6 +775,8 @@ class TestCharts:
       (0, 37, [0, 10, 20, 30, 40]),
       (-3, 5, [-4, -2, 0, 2, 4, 6]),
       (2, 2, [1.8, 1.9, 2.0, 2.1, 2.2]),
+      (2, 2 + 5e-16, [1.8, 1.9, 2.0, 2.1, 2.2]),
+      (0, 0, [-1, -0.5, 0, 0.5, 1]),
       (0.3, 0.7, [0.3, 0.4, 0.5, 0.6, 0.7]),
       (0, 0.003, [0, 0.001, 0.002, 0.003]),
     ],
@@ -1139,7 +1141,10 @@ class TestManyRuns:
     style = (pathlib.Path(page.__file__).parent / 'page.css').read_text()
     for colour in range(charts.COLOURS):
       assert style.count(f'--c{colour}: #') == 2  # Light and dark.
-      for kind in ('.curve', '.whisker', '.hollow', '.mark', '.dot', 'i'):
+      for kind in (
+        *('.curve', '.whisker', '.hollow', '.mark', '.dot', 'i'),
+        *('.band', '.reach'),
+      ):
         assert f'{kind}.s{colour}' in style
     for dash in range(1, charts.DASHES):
       assert f'.curve.dash{dash} ' in style
@@ -1151,6 +1156,335 @@ class TestManyRuns:
     assert 'reinforce_pp…r_kind_seed12' in drawn.text
     (label,) = (x for x in drawn.tags('text') if x['class'] == 'label')
     assert float(label['x']) > 26 * 6.5  # Wide enough for what is kept.
+
+
+def make_seeds(root, name, after, *, before=(0.4, 0.3, 0.5), **more):
+  """Runs of one method, seed i ending with the success `after[i]`.
+
+  Args:
+    root: folder of the sweep.
+    name: of the method.
+    after: success after training; None for a run that is not finished.
+    before: success before it.
+    **more: measures after training, a value a seed.
+  """
+  root.mkdir(exist_ok=True)
+  path = root / sweep.RECORD
+  known = json.loads(path.read_text())['runs'] if path.exists() else []
+  made = []
+  for i, share in enumerate(after):
+    folder = root / (f'{name}_seed{i}' if i else name)
+    rows = [row(before[i]), row(share, **{k: v[i] for k, v in more.items()})]
+    made.append(make_run(folder, name=name, before=rows[0], after=rows[1]))
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | {'seed': i}))
+    if share is None:
+      (folder / 'summary.json').unlink()
+    known.append({'name': folder.name, 'run': name, 'reason': f'why {name}'})
+  record(root, *known)
+  return made
+
+
+def set_success(run: pathlib.Path, *values: float) -> None:
+  write_lines(
+    run / 'metrics.jsonl',
+    [
+      {'step': step, 'kind': 'train', 'rollout/success': value}
+      for step, value in enumerate(values, 1)
+    ],
+  )
+
+
+def tables(root: pathlib.Path) -> tuple[str, dict[str, dict]]:
+  """The Markdown, and by name the methods of the JSON, of a sweep's report."""
+  page.write([root])
+  found = json.loads((root / 'report_table.json').read_text())['methods']
+  return (
+    (root / 'report_table.md').read_text(),
+    {method['method']: method for method in found},
+  )
+
+
+class TestSeeds:
+  def test_means_and_deviations_by_hand(self, tmp_path):
+    """Success 40, 30, 50 before and 50, 60, 70 after; turns 8, 8, 11 after.
+
+    Deviations with n - 1: of 30, 40, 50 sqrt((100 + 0 + 100) / 2) = 10, of the
+    changes 10, 30, 20 the same; of 8, 8, 11 sqrt((1 + 1 + 4) / 2) = 1.73.
+    """
+    make_seeds(tmp_path, 'grpo', (0.5, 0.6, 0.7), turns=(8, 8, 11))
+    text, found = tables(tmp_path)
+    grpo = found['grpo']
+    assert grpo['seeds'] == [0, 1, 2]
+    assert grpo['runs'] == ['grpo', 'grpo_seed1', 'grpo_seed2']
+    for part, mean in (('before', 0.4), ('after', 0.6), ('change', 0.2)):
+      success = grpo[part]['success']
+      assert success['mean'] == pytest.approx(mean)
+      assert success['std'] == pytest.approx(0.1)
+    assert grpo['after']['success']['values'] == [0.5, 0.6, 0.7]
+    assert grpo['change']['success']['values'] == pytest.approx([0.1, 0.3, 0.2])
+    assert grpo['after']['turns']['mean'] == pytest.approx(9)
+    assert grpo['after']['turns']['std'] == pytest.approx(math.sqrt(3))
+    assert text.splitlines()[:5] == [
+      'Before → after training on the test split, mean ± standard deviation'
+      ' (n − 1) over seeds.',
+      '',
+      '| Method | Seeds | Episodes | Success | Score | Turns |'
+      ' Turns when successful | Tokens a response |',
+      '| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |',
+      '| grpo | 3 | 120 | 40.0 ± 10.0% → 60.0 ± 10.0% |'
+      ' 55.1 ± 0.0 → 55.1 ± 0.0 | 8.0 ± 0.0 → 9.0 ± 1.7 |'
+      ' 6.0 ± 0.0 → 6.0 ± 0.0 | 20.0 ± 0.0 → 20.0 ± 0.0 |',
+    ]
+    assert '| grpo_seed1 | 1 | 30.0% → 60.0% | 55.1 → 55.1 |' in text
+    seen = render(tmp_path)
+    assert 'grpo over 3 seeds' in seen.text
+    for shown in (
+      '30, 1, 2120',
+      '60.0 ± 10.0%50.0, 60.0, 70.0',
+      '+20.0 ± 10.0 points+10.0, +30.0, +20.0',
+      '9.0 ± 1.78.0, 8.0, 11.0',
+    ):
+      assert shown in seen.text
+
+  def test_methods_are_laid_side_by_side_without_a_ranking(self, tmp_path):
+    make_seeds(tmp_path, 'grpo', (0.5, 0.6, 0.7))
+    make_seeds(tmp_path, 'planpo', (0.9, 0.9, 0.6))
+    seen = render(tmp_path)
+    assert '2 methods, 3 seeds each' in seen.text
+    assert 'Methods differ in the number' not in seen.text
+    assert (
+      'grpo, 3 seeds: success 40.0 ± 10.0% → 60.0 ± 10.0%; score' in seen.text
+    )
+    # Mean 80, deviations 10, 10 and -20: sqrt(600 / 2) = 17.3.
+    assert (
+      'planpo, 3 seeds: success 40.0 ± 10.0% → 80.0 ± 17.3%; score' in seen.text
+    )
+    assert 'why grpo' in seen.text and 'why planpo' in seen.text
+    # Each run in words, but none against another of another seed.
+    assert 'planpo_seed1: on 120 test episodes' in ' '.join(seen.text.split())
+    for word in ('against', 'Against', 'succeeded most often', 'signific'):
+      assert word not in seen.text
+
+  def test_curves_are_means_with_a_band(self, tmp_path):
+    runs = make_seeds(tmp_path, 'grpo', (0.5, 0.6, 0.7))
+    for run, values in zip(
+      runs, ((0.1, 0.3), (0.5, 0.9), (0.0, 0.3)), strict=True
+    ):
+      set_success(run, *values)
+    (alone,) = make_seeds(tmp_path, 'planpo', (0.5,))
+    set_success(alone, 0.25, 0.75)
+    seen = render(tmp_path)
+    (chart,) = seen.json('curves-data')['charts']
+    assert [curve['name'] for curve in chart['curves']] == ['grpo', 'planpo']
+    # Means (0.1 + 0.5 + 0) / 3 and (0.3 + 0.9 + 0.3) / 3, lowest and highest.
+    assert chart['curves'][0]['points'] == [
+      [1, 0.2, 0.0, 0.5],
+      [2, 0.5, 0.3, 0.9],
+    ]
+    assert chart['curves'][1]['points'] == [[1, 0.25], [2, 0.75]]
+    (band,) = (
+      shape for shape in seen.tags('polygon') if 'band' in shape['class']
+    )
+    assert band['class'] == 'band s0 r0'
+    label = next(
+      svg['aria-label']
+      for svg in seen.tags('svg')
+      if svg.get('aria-label', '').startswith('Success. ')
+    )
+    assert label == (
+      'Success. grpo: 20% (0% to 50%) at step 1, 50% (30% to 90%) at step 2;'
+      ' planpo: 25% at step 1, 75% at step 2.'
+    )
+    boxes = [box for box in seen.tags('input') if box.get('type') == 'checkbox']
+    assert [box['data-run'] for box in boxes] == ['0', '1']
+
+  def test_unequal_numbers_of_seeds_are_told(self, tmp_path):
+    make_seeds(tmp_path, 'grpo', (0.5, 0.6, 0.7))
+    make_seeds(tmp_path, 'rloo', (0.3,))
+    text, found = tables(tmp_path)
+    told = 'Methods differ in the number of seeds: grpo 3, rloo 1.'
+    seen = render(tmp_path)
+    assert told in text.splitlines() and told in seen.text
+    assert '2 methods, 1 to 3 seeds' in seen.text
+    assert found['rloo']['after']['success'] == {
+      'mean': 0.3,
+      'std': None,
+      'values': [0.3],
+    }
+    assert '| rloo | 1 | 120 | 40.0% → 30.0% |' in text
+
+  def test_a_seed_that_is_not_finished_is_left_out(self, tmp_path):
+    runs = make_seeds(tmp_path, 'grpo', (0.5, 0.6, None))
+    set_success(runs[0], 0.2, 0.4)
+    set_success(runs[1], 0.4, 0.6)
+    set_success(runs[2], 1.0)
+    text, found = tables(tmp_path)
+    grpo = found['grpo']
+    assert (grpo['seeds'], grpo['left_out']) == ([0, 1], ['grpo_seed2'])
+    assert grpo['after']['success']['mean'] == pytest.approx(0.55)
+    told = 'grpo_seed2: not finished, and not in the means over seeds.'
+    seen = render(tmp_path)
+    assert told in text and told in seen.text
+    (chart,) = seen.json('curves-data')['charts']
+    assert chart['curves'][0]['points'] == [
+      [1, 0.3, 0.2, 0.4],
+      [2, 0.5, 0.4, 0.6],
+    ]
+
+  def test_before_a_seed_is_finished_curves_end_at_the_slowest(self, tmp_path):
+    one, two = make_seeds(tmp_path, 'grpo', (None, None))
+    set_success(one, 0.2, 0.4, 0.9)
+    set_success(two, 0.4, 0.6)
+    seen = render(tmp_path)
+    (chart,) = seen.json('curves-data')['charts']
+    assert [point[:2] for point in chart['curves'][0]['points']] == [
+      [1, 0.3],
+      [2, 0.5],
+    ]
+    assert 'grpo: no seed is finished; the curves end where' in seen.text
+    assert 'grpo, 2 seeds: nothing was evaluated yet.' in seen.text
+
+  def test_runs_from_a_dump_are_finished_at_their_last_step(self, tmp_path):
+    one, two = make_seeds(tmp_path, 'grpo', (None, None))
+    for run, last in ((one, 2), (two, 1)):
+      config = json.loads((run / 'config.json').read_text())
+      config['rollout'] = {'replay': 'dump'}
+      (run / 'config.json').write_text(json.dumps(config))
+      set_success(run, *[0.5] * last)
+    assert [load(run).is_finished for run in (one, two)] == [True, False]
+
+  def test_a_value_that_a_seed_lacks_is_told(self, tmp_path):
+    """Without a success there are no turns of successes."""
+    make_seeds(
+      tmp_path, 'grpo', (0.5, 0.0, 0.7), turns_success=(6.0, None, 8.0)
+    )
+    text, found = tables(tmp_path)
+    assert found['grpo']['after']['turns_success']['values'] == [6.0, None, 8.0]
+    assert '6.0 ± 0.0 → 7.0 ± 1.4 (2 of 3 seeds) |' in text
+    seen = render(tmp_path)
+    assert '7.0 ± 1.4 (2 of 3 seeds)6.0, –, 8.0' in seen.text
+    assert '+1.0 ± 1.4 (2 of 3 seeds)0.0, –, +2.0' in seen.text
+
+  def test_success_by_task_type(self, tmp_path):
+    types = [{'boil': row(0.2)}, {'boil': row(0.4), 'melt': row(0.9)}]
+    make_seeds(tmp_path, 'grpo', (0.5, 0.6), by_type=types)
+    _, found = tables(tmp_path)
+    by_type = found['grpo']['after']['success_by_type']
+    assert by_type['boil']['mean'] == pytest.approx(0.3)
+    assert by_type['melt']['values'] == [None, 0.9]
+    # Deviations of 10 points each: sqrt(200 / 1) = 14.1.
+    assert 'boil30.0 ± 14.1%20.0, 40.0' in render(tmp_path).text
+
+  def test_other_splits_are_told(self, tmp_path):
+    make_seeds(tmp_path, 'grpo', (0.5, 0.6))
+    (other,) = make_seeds(tmp_path, 'planpo', (0.5,))
+    summary = (other / 'summary.json').read_text()
+    (other / 'summary.json').write_text(summary.replace('"test"', '"dev"'))
+    assert (
+      'Evaluated on different splits, and not to be compared: test: grpo,'
+      ' grpo_seed1; dev: planpo.'
+    ) in render(tmp_path).text
+
+  @pytest.mark.parametrize('count', [1, 2, 5])
+  def test_one_seed_a_method_is_a_page_as_of_single_runs(self, tmp_path, count):
+    for i in range(count):
+      make_seeds(tmp_path, f'method{i}', (0.5,))
+    with_methods = page.render(
+      runs_lib.load_all([tmp_path], episodes_per_file=9, transcript_bytes=9999),
+      written='',
+    )
+    known = json.loads((tmp_path / sweep.RECORD).read_text())['runs']
+    for entry in known:
+      del entry['run']
+    record(tmp_path, *known)
+    single = page.render(
+      runs_lib.load_all([tmp_path], episodes_per_file=9, transcript_bytes=9999),
+      written='',
+    )
+    assert with_methods == single
+    assert page.write([tmp_path]) == [tmp_path / 'report.html']
+    assert not list(tmp_path.glob('*_table.*'))
+
+  def test_a_single_run_keeps_its_name(self, tmp_path):
+    first, _ = make_seeds(tmp_path, 'grpo', (0.5, 0.6))
+    first.rename(tmp_path.parent / 'elsewhere')
+    seen = render(tmp_path)
+    (chart, _) = seen.json('curves-data')['charts']
+    assert [curve['name'] for curve in chart['curves']] == [
+      'grpo_seed1',
+      'grpo_seed1 evaluation',
+    ]
+
+  def test_methods_of_two_sweeps_are_kept_apart(self, tmp_path):
+    for name in ('x', 'y'):
+      make_seeds(tmp_path / name, 'grpo', (0.5, 0.6))
+    runs = runs_lib.load_all(
+      [tmp_path / 'x', tmp_path / 'y'],
+      episodes_per_file=9,
+      transcript_bytes=9999,
+    )
+    found = seeds.methods(runs)
+    assert [(method.name, len(method.runs)) for method in found] == [
+      ('x/grpo', 2),
+      ('y/grpo', 2),
+    ]
+
+  def test_names_cannot_break_out_of_a_table(self, tmp_path):
+    make_seeds(tmp_path, 'a|b<img src=x>', (0.5, 0.6))
+    text, _ = tables(tmp_path)
+    assert '| a\\|b&lt;img src=x&gt; | 2 | 120 |' in text
+    assert not render(tmp_path).tags('img')
+
+  def test_bands_lie_where_the_axes_say_and_below_the_lines(self):
+    """Lower edge from the left, then the upper one back."""
+    area = charts.plot_area()
+    curve = charts.Curve(
+      0, 'run', [(0, 0.5), (10, 0.5)], band=[(0.0, 0.5), (0.5, 1.0)]
+    )
+    seen = Page(charts.draw(charts.Chart('t', '', [curve])))
+    (band,) = seen.tags('polygon')
+    left, right = area['left'], area['right']
+    middle = (area['top'] + area['bottom']) / 2
+    assert [
+      tuple(map(float, point.split(','))) for point in band['points'].split()
+    ] == [
+      (left, area['bottom']),
+      (right, middle),
+      (right, area['top']),
+      (left, middle),
+    ]
+    order = [tag for tag, _ in seen.elements]
+    assert order.index('polygon') < order.index('polyline')
+
+  def test_marks_of_several_seeds_have_their_reach(self):
+    area = charts.plot_area()
+    curve = charts.Curve(0, 'run', [(5, 0.5)], markers=True, band=[(0.0, 1.0)])
+    seen = Page(charts.draw(charts.Chart('t', '', [curve])))
+    (bar,) = (x for x in seen.tags('line') if 'reach' in x['class'])
+    assert (float(bar['y1']), float(bar['y2'])) == (
+      area['bottom'],
+      area['top'],
+    )
+
+  def test_bands_are_thinned_and_smoothed_as_their_curve(self):
+    """A curve in the middle of its band stays there."""
+    points = [(float(i), float(i % 7)) for i in range(700)]
+    curve = charts.Curve(
+      0, 'r', points, band=[(v - 1, v + 1) for _, v in points]
+    )
+    seen = Page(charts.draw(charts.Chart('t', '', [curve])))
+    (line,) = seen.tags('polyline')
+    (band,) = seen.tags('polygon')
+    heights = [
+      [float(point.split(',')[1]) for point in shape['points'].split()]
+      for shape in (line, band)
+    ]
+    count = len(heights[0])
+    lower, upper = heights[1][:count], heights[1][count:][::-1]
+    assert [(a + b) / 2 for a, b in zip(lower, upper, strict=True)] == (
+      pytest.approx(heights[0], abs=0.1)
+    )
 
 
 class TestLaunch:

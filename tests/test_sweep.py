@@ -101,6 +101,17 @@ class TestCommands:
     expected['scaling_inter'] = '--config=B.py:grpo,scaling_inter'
     assert lines(made) == expected
 
+  def test_nano(self):
+    made = sweep.jobs(load('nano'), pathlib.Path('R'), base='B.py')
+    assert list(lines(made).items()) == [
+      ('grpo', '--config=B.py:grpo --config.seed=0'),
+      ('planpo', '--config=B.py:planpo --config.seed=0'),
+      ('grpo_seed1', '--config=B.py:grpo --config.seed=1'),
+      ('planpo_seed1', '--config=B.py:planpo --config.seed=1'),
+      ('grpo_seed2', '--config=B.py:grpo --config.seed=2'),
+      ('planpo_seed2', '--config=B.py:planpo --config.seed=2'),
+    ]
+
   def test_seeds_presets_and_overrides_come_in_this_order(self):
     """All runs of a seed, then the next; what the user gives is last."""
     two = sweep.Sweep(
@@ -194,7 +205,7 @@ def smoke_jobs(tmp_path, *runs, base=QUICKSTART, overrides=()):
 
 
 class TestChecks:
-  @pytest.mark.parametrize('name', ['ablations', 'alpha', 'baselines'])
+  @pytest.mark.parametrize('name', ['ablations', 'alpha', 'baselines', 'nano'])
   def test_shipped_sweeps_can_be_started(self, name, tmp_path):
     made = smoke_jobs(tmp_path, *load(name).runs)
     configs = sweep.check(made, here=True)
@@ -397,6 +408,16 @@ class TestRunning:
     assert 'good   finished before' in capsys.readouterr().out
     assert stub(names) == (0, [])
 
+  def test_seeds_that_were_interrupted_go_on_in_their_order(self, stub):
+    """A seed of all runs first, so that they can be compared early."""
+    seeds = ['fails', 'good', 'fails_seed1', 'good_seed1']
+    assert stub(['fails', 'good'], '--seeds=2') == (1, seeds)
+    assert stub(['fails', 'good'], '--seeds=3') == (
+      0,
+      ['fails', 'fails_seed2', 'good_seed2'],
+    )
+    assert stub(['fails', 'good'], '--seeds=3') == (0, [])
+
   def test_a_summary_cut_in_half_is_not_finished(self, stub, tmp_path):
     assert stub(['good', 'last'])[0] == 0
     (tmp_path / 'root' / 'good' / 'summary.json').write_text('{"rows')
@@ -489,7 +510,24 @@ class TestRunning:
     stub(['c'])
     entries = json.loads((tmp_path / 'root' / sweep.RECORD).read_text())['runs']
     assert [entry['name'] for entry in entries] == ['c', 'a', 'b']
-    assert entries[1] == {'name': 'a', 'reason': 'why a', 'published': ''}
+    assert entries[1] == {
+      'name': 'a',
+      'run': 'a',
+      'reason': 'why a',
+      'published': '',
+    }
+
+  def test_the_record_tells_what_differs_in_its_seed_alone(
+    self, stub, tmp_path
+  ):
+    stub(['a', 'b'], '--seeds=2', '--only=a')
+    entries = json.loads((tmp_path / 'root' / sweep.RECORD).read_text())['runs']
+    assert [(entry['name'], entry['run']) for entry in entries] == [
+      ('a', 'a'),
+      ('b', 'b'),
+      ('a_seed1', 'a'),
+      ('b_seed1', 'b'),
+    ]
 
   def test_nothing_starts_when_one_run_has_a_mistake(
     self, stub, tmp_path, capsys
@@ -631,8 +669,9 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     'from planpo_jax import sweep\n'
     'def get_sweep(variant=""):\n'
     '  return sweep.Sweep("configs/sciworld_7b.py", (\n'
-    '    sweep.Run("full", ("planpo",), reason="all of it"),\n'
-    '    sweep.Run("flat", ("grpo",), published="0.5 (nobody)")))\n'
+    '    sweep.Run("full", ("planpo",)),\n'
+    '    sweep.Run("flat", ("grpo",), reason="outcomes alone",\n'
+    '      published="0.5 (nobody)")), seeds=(0, 1))\n'
   )
   command = [
     sys.executable,
@@ -640,6 +679,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     f'--sweep={tmp_path}/two.py',
     f'--workdir={root}',
     '--base=configs/quickstart.py',
+    '--only=flat',
     '--smoke',
     '--config.eval.episodes=2',
   ]
@@ -651,7 +691,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     text=True,
     start_new_session=True,
   )
-  metrics = root / 'flat' / 'metrics.jsonl'
+  metrics = root / 'flat_seed1' / 'metrics.jsonl'
   try:
     wait_until(
       lambda: metrics.exists() and '"step": 1' in metrics.read_text(), process
@@ -662,30 +702,40 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
   assert process.returncode == 130, errors
   assert [line.split()[:2] for line in out.splitlines()[:3]] == [
     ['run', 'outcome'],
-    ['full', 'finished'],
-    ['flat', 'stopped'],
+    ['flat', 'finished'],
+    ['flat_seed1', 'stopped'],
   ]
   assert 'stopped and saved after step' in errors
   assert 'Traceback' not in errors
 
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
-  assert '[1/2] full: finished before' in done.stderr
+  assert '[1/2] flat: finished before' in done.stderr
   assert 'resuming after step' in done.stderr
-  for name, method in (('full', 'planpo'), ('flat', 'grpo')):
+  after = []
+  for seed, name in enumerate(('flat', 'flat_seed1')):
     config = json.loads((root / name / 'config.json').read_text())
-    assert config['advantage']['name'] == method
+    assert (config['advantage']['name'], config['seed']) == ('grpo', seed)
     steps = [
       json.loads(line)['step']
       for line in (root / name / 'metrics.jsonl').read_text().splitlines()
     ]
     assert steps == [0, 1, 2, 3, 3]
+    summary = json.loads((root / name / 'summary.json').read_text())
+    after.append(summary['rows']['after']['turns'])
   page = shlex.split(done.stdout.splitlines()[-1])
   assert page == ['python', 'launch/report.py', str(root)]
   report = subprocess.run(
     [sys.executable, *page[1:]], cwd=ROOT, capture_output=True, text=True
   )
-  assert report.stdout.strip() == str(root / 'report.html'), report.stderr
+  assert report.stdout.splitlines() == [
+    str(root / name)
+    for name in ('report.html', 'report_table.md', 'report_table.json')
+  ], report.stderr
   text = (root / 'report.html').read_text()
-  assert 'Runs side by side: full, flat' in text
-  assert 'all of it' in text and 'Published: 0.5 (nobody)' in text
+  assert 'flat over 2 seeds' in text
+  assert 'outcomes alone' in text and 'Published: 0.5 (nobody)' in text
+  (method,) = json.loads((root / 'report_table.json').read_text())['methods']
+  assert (method['method'], method['seeds']) == ('flat', [0, 1])
+  assert method['after']['turns']['values'] == after
+  assert method['after']['turns']['mean'] == pytest.approx(sum(after) / 2)

@@ -36,12 +36,23 @@ class Curve:
     name: what the legend and the readout call it.
     points: (step, value) in order of steps.
     markers: draw the points only (evaluations), not a line.
+    band: (lowest, highest) of each point, where it is a mean of several; ()
+      without.
   """
 
   run: int
   name: str
   points: Sequence[tuple[float, float]]
   markers: bool = False
+  band: Sequence[tuple[float, float]] = ()
+
+  @property
+  def limits(self) -> list[list[tuple[float, float]]]:
+    """The lower and the upper edge of the band as curves; [] without."""
+    return [
+      [(step, v) for (step, _), v in zip(self.points, edge, strict=True)]
+      for edge in zip(*self.band, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +121,8 @@ def smoothing_window(points: Sequence[tuple[float, float]]) -> int:
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
   """About `count` round numbers that span `low` to `high`, both covered."""
-  if not low < high:
+  # Also where only rounding errors, as of a mean of equal values, differ.
+  if high - low <= 1e-9 * max(abs(low), abs(high)):
     margin = abs(low) * 0.1 or 1.0
     low, high = low - margin, high + margin
   rough = (high - low) / count
@@ -146,6 +158,7 @@ def domain(chart: Chart) -> tuple[tuple[float, float], tuple[float, float]]:
   """(first, last) of the steps and (lowest, highest) of the vertical axis."""
   steps = [step for curve in chart.curves for step, _ in curve.points]
   values = [value for curve in chart.curves for _, value in curve.points]
+  values += [v for curve in chart.curves for edge in curve.band for v in edge]
   low, high = min(values), max(values)
   if chart.from_zero:
     low, high = min(low, 0.0), max(high, 0.0)
@@ -183,6 +196,25 @@ def draw(chart: Chart) -> str:
         f' y="{_HEIGHT - 7}">{format_number(mark)}</text>'
       )
   many = len({curve.run for curve in chart.curves}) > _MAX_RAW
+
+  def path(line: Sequence[tuple[float, float]]) -> str:
+    return ' '.join(f'{x(step):.1f},{y(value):.1f}' for step, value in line)
+
+  # Below all lines, which would be hard to see behind the band of another.
+  for curve in chart.curves:
+    look, limits = style(curve.run), [thin(edge) for edge in curve.limits]
+    if curve.markers or len(curve.points) == 1:
+      parts += [
+        f'<line class="reach {look}" x1="{x(step):.1f}" x2="{x(step):.1f}"'
+        f' y1="{y(low):.1f}" y2="{y(high):.1f}"/>'
+        for (step, low), (_, high) in zip(*limits, strict=True)
+      ]
+    elif limits:
+      window = smoothing_window(limits[0])
+      lower, upper = (smooth(edge, window) for edge in limits)
+      parts.append(
+        f'<polygon class="band {look}" points="{path(lower + upper[::-1])}"/>'
+      )
   for curve in chart.curves:
     points, look = thin(curve.points), style(curve.run)
     if curve.markers:
@@ -190,10 +222,9 @@ def draw(chart: Chart) -> str:
       continue
     window = smoothing_window(points)
     lines = [('', smooth(points, window))]
-    if window > 1 and not many:
+    if window > 1 and not many and not curve.band:
       lines.insert(0, (' raw', points))
     for weight, line in lines:
-      path = ' '.join(f'{x(step):.1f},{y(value):.1f}' for step, value in line)
       if len(line) == 1:
         parts.append(
           f'<circle class="dot {look}" r="3" cx="{x(line[0][0]):.1f}"'
@@ -201,7 +232,7 @@ def draw(chart: Chart) -> str:
         )
       else:
         parts.append(
-          f'<polyline class="curve {look}{weight}" points="{path}"/>'
+          f'<polyline class="curve {look}{weight}" points="{path(line)}"/>'
         )
   label = html.escape(describe(chart))
   return (
@@ -228,16 +259,18 @@ def describe(chart: Chart) -> str:
   """The chart in words, for people who do not see it."""
   parts = []
   for curve in chart.curves:
-    (start, first), (end, last) = curve.points[0], curve.points[-1]
-    parts.append(
-      f'{curve.name}: {format_number(first, chart.unit)} at {chart.axis}'
-      f' {start:g}'
-      + (
-        f', {format_number(last, chart.unit)} at {chart.axis} {end:g}'
-        if len(curve.points) > 1
-        else ''
+    told = []
+    # The first and the last point, once if they are the same.
+    for i in range(0, len(curve.points), max(1, len(curve.points) - 1)):
+      step, value = curve.points[i]
+      reach = ''
+      if curve.band:
+        low, high = (format_number(v, chart.unit) for v in curve.band[i])
+        reach = f' ({low} to {high})'
+      told.append(
+        f'{format_number(value, chart.unit)}{reach} at {chart.axis} {step:g}'
       )
-    )
+    parts.append(f'{curve.name}: {", ".join(told)}')
   return f'{chart.title}. ' + '; '.join(parts) + '.'
 
 
@@ -281,6 +314,7 @@ class Interval:
     low: lower limit; None without an interval.
     high: upper limit.
     hollow: an open mark (before training) instead of a filled one.
+    dots: values that `value` is the mean of, drawn small.
   """
 
   run: int
@@ -289,6 +323,7 @@ class Interval:
   low: float | None
   high: float | None
   hollow: bool
+  dots: Sequence[float] = ()
 
 
 def draw_intervals(title: str, intervals: Sequence[Interval], unit: str) -> str:
@@ -337,6 +372,11 @@ def draw_intervals(title: str, intervals: Sequence[Interval], unit: str) -> str:
         f'<line class="whisker {colour}" x1="{x(entry.low):.1f}"'
         f' x2="{x(entry.high):.1f}" y1="{y}" y2="{y}"/>'
       )
+    # Below the bar, where the mark of the mean hides none.
+    parts += [
+      f'<circle class="dot {colour}" cx="{x(dot):.1f}" cy="{y + 8}" r="2.2"/>'
+      for dot in entry.dots
+    ]
     mark_class = 'hollow' if entry.hollow else 'mark'
     parts.append(
       f'<circle class="{mark_class} {colour}" cx="{x(entry.value):.1f}"'

@@ -70,8 +70,11 @@ const setUpCharts = ({plot, colours, charts}) => {
         .sort((a, b) => b.point[1] - a.point[1]);
       for (const {curve, point} of met) {
         const line = make('p');
+        const [, value, ...band] =
+          point.map((number) => withUnit(number, chart.unit));
         line.append(make('i', 's' + curve.run % colours),
-                    curve.name + ' ' + withUnit(point[1], chart.unit));
+                    `${curve.name} ${value}` +
+                    (band.length ? ` (${band.join(' to ')})` : ''));
         tip.append(line);
       }
       tip.hidden = false;

@@ -20,7 +20,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planpo_jax.report import charts, verdict
+from planpo_jax.report import charts, seeds, verdict
 from planpo_jax.report import runs as runs_lib
 
 TITLE = 'planpo_jax training report'
@@ -187,8 +187,8 @@ _MAIN_SETTINGS = frozenset(
 
 def write(
   paths: Sequence[pathlib.Path], output: pathlib.Path | None = None
-) -> pathlib.Path:
-  """Reads runs and writes their page.
+) -> list[pathlib.Path]:
+  """Reads runs and writes their page, and tables of means over seeds.
 
   Args:
     paths: at least one: the directory of a run, the folder of a sweep, a folder
@@ -197,7 +197,8 @@ def write(
       `NAME.html` beside it when it is a file `NAME.jsonl.gz`.
 
   Returns:
-    The path of the page.
+    The path of the page. Where runs differ in their seed alone, also those of
+    `NAME_table.md` and `NAME_table.json` beside a page `NAME.html`.
 
   Raises:
     runs.RunError: a path can be read neither as a run nor as a dump, or the
@@ -215,19 +216,29 @@ def write(
     name = first.name.removesuffix(runs_lib.DUMP_SUFFIX)
     output = first.with_name(name + '.html')
   written = datetime.datetime.now().strftime('%Y-%m-%d %H:%M')
-  page = render(runs, written=written)
+  texts = {output: render(runs, written=written)}
+  methods = seeds.methods(runs)
+  if seeds.have_several(methods):
+    name = output.name.removesuffix('.html')
+    texts[output.with_name(f'{name}_table.md')] = seeds.as_markdown(methods)
+    texts[output.with_name(f'{name}_table.json')] = seeds.as_json(methods)
+  for path, text in texts.items():
+    _replace(path, text)
+  return list(texts)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
   # Renamed into place, so that a browser never loads half a page.
-  part = output.with_name(output.name + '.part')
+  part = path.with_name(path.name + '.part')
   try:
-    part.write_text(page, encoding='utf-8')
-    os.replace(part, output)
+    part.write_text(text, encoding='utf-8')
+    os.replace(part, path)
   except OSError as error:
     part.unlink(missing_ok=True)
     raise runs_lib.RunError(
-      f'{output}: the page cannot be written there ({error.strerror}); give'
+      f'{path}: the page cannot be written there ({error.strerror}); give'
       ' --output=FILE in a folder that exists and can be written to.'
     ) from error
-  return output
 
 
 def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
@@ -239,8 +250,11 @@ def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
   """
   style = (_HERE / 'page.css').read_text('utf-8')
   script = (_HERE / 'page.js').read_text('utf-8')
-  judged = verdict.judge(runs)
-  main, other = _charts(runs)
+  methods = seeds.methods(runs)
+  several = seeds.have_several(methods)
+  compared = [method for method in methods if not method.only_episodes]
+  judged = seeds.judge(compared) if several else verdict.judge(runs)
+  main, other = _charts(methods)
   trained = [run for run in runs if not run.only_episodes]
   return string.Template((_HERE / 'page.html').read_text('utf-8')).substitute(
     policy=(
@@ -256,10 +270,10 @@ def render(runs: Sequence[runs_lib.Run], *, written: str) -> str:
       for sentence in judged.paragraphs
     )
     + _in_words(judged.details),
-    legend='' if _are_many(runs) else _legend(runs),
-    notes=_notes(runs),
-    results=_side_by_side(runs) + _results(runs),
-    curves=_curves(main, other, runs) if trained else '',
+    legend='' if _are_many(methods) else _legend(methods),
+    notes=_notes(runs, seeds.notes(compared) if several else ()),
+    results=('' if several else _side_by_side(runs)) + _results(runs, methods),
+    curves=_curves(main, other, methods) if trained else '',
     transcripts=_transcripts(runs),
     configuration=_configuration(trained) if trained else '',
     written=html.escape(written),
@@ -274,8 +288,8 @@ def _hash(source: str) -> str:
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _are_many(runs: Sequence[runs_lib.Run]) -> bool:
-  return len(runs) >= verdict.MANY
+def _are_many(entries: Sequence[runs_lib.Run] | Sequence[seeds.Method]) -> bool:
+  return len(entries) >= verdict.MANY
 
 
 def _in_words(sentences: Sequence[str]) -> str:
@@ -310,21 +324,31 @@ def _purpose(run: runs_lib.Run) -> str:
   )
 
 
-def _legend(runs: Sequence[runs_lib.Run]) -> str:
+def _method_state(method: seeds.Method) -> str:
+  if len(method.runs) == 1:
+    return _state(method.runs[0])
+  numbers = ', '.join(seeds.seed(run) for run in method.counted)
+  return f'mean of {verdict.count(len(method.counted), "seed")} ({numbers})'
+
+
+def _legend(methods: Sequence[seeds.Method]) -> str:
   items = [
-    f'<li>{charts.swatch(i)}<b>{html.escape(run.name)}</b>'
-    f' <span>{_state(run)}{_purpose(run)}</span></li>'
-    for i, run in enumerate(runs)
+    f'<li>{charts.swatch(i)}<b>{html.escape(method.name)}</b>'
+    f' <span>{_method_state(method)}{_purpose(method.runs[0])}</span></li>'
+    for i, method in enumerate(methods)
   ]
   return f'<ul class="runs" aria-label="Runs">{"".join(items)}</ul>'
 
 
-def _notes(runs: Sequence[runs_lib.Run]) -> str:
+def _notes(runs: Sequence[runs_lib.Run], on_seeds: Sequence[str]) -> str:
   concerned: dict[str, list[str]] = {}
   for run in runs:
     for note in run.notes:
       concerned.setdefault(note, []).append(run.name)
-  notes = [f'{", ".join(names)}: {note}' for note, names in concerned.items()]
+  notes = [
+    *on_seeds,
+    *(f'{", ".join(names)}: {note}' for note, names in concerned.items()),
+  ]
   few_signals = {}
   for run in runs:
     points = run.metrics.get(
@@ -459,17 +483,17 @@ def _side_by_side(runs: Sequence[runs_lib.Run]) -> str:
     + f'<tbody>{"".join(lines)}</tbody>',
     style='pinned',
   )
-  return _section('runs', 'Runs', table, _purposes(runs))
+  return _section('runs', 'Runs', table, _purposes(seeds.methods(runs)))
 
 
-def _purposes(runs: Sequence[runs_lib.Run]) -> str:
+def _purposes(methods: Sequence[seeds.Method]) -> str:
   """What the sweep says of its runs; '' without a sweep."""
   lines = [
-    f'<tr><th scope="row">{charts.swatch(i)} {html.escape(run.name)}</th>'
+    f'<tr><th scope="row">{charts.swatch(i)} {html.escape(method.name)}</th>'
     f'<td>{html.escape(run.reason)}</td><td>{html.escape(run.published)}</td>'
     '</tr>'
-    for i, run in enumerate(runs)
-    if run.reason or run.published
+    for i, method in enumerate(methods)
+    if (run := method.runs[0]).reason or run.published
   ]
   if not lines:
     return ''
@@ -481,9 +505,12 @@ def _purposes(runs: Sequence[runs_lib.Run]) -> str:
   )
 
 
-def _results(runs: Sequence[runs_lib.Run]) -> str:
+def _results(
+  runs: Sequence[runs_lib.Run], methods: Sequence[seeds.Method]
+) -> str:
   if not any(run.rows for run in runs):
     return ''
+  several = seeds.have_several(methods)
   bodies = []
   for run in runs:
     lines = []
@@ -501,8 +528,9 @@ def _results(runs: Sequence[runs_lib.Run]) -> str:
       )
     bodies.append(f'<tbody class="run">{"".join(lines)}</tbody>')
   splits = ', '.join(sorted({run.split for run in runs if run.split}))
+  where = f' on the {splits} split' if splits else ''
   table = _table(
-    f'Evaluation{f" on the {splits} split" if splits else ""}; below each'
+    f'Evaluation{where}; below each'
     ' value its 95% interval. Coloured changes are clear: their interval'
     ' leaves out 0.',
     _columns(
@@ -514,36 +542,113 @@ def _results(runs: Sequence[runs_lib.Run]) -> str:
     + ''.join(bodies),
     style='pinned',
   )
-  if _are_many(runs):
+  if several or _are_many(runs):
     table = f'<details><summary>Each evaluation</summary>{table}</details>'
   return _section(
-    'results', 'Before and after', table, _by_type(runs), _interval_cards(runs)
+    'results',
+    'Before and after',
+    _over_seeds(methods, where) if several else '',
+    table,
+    _by_type(methods),
+    _interval_cards(methods),
   )
 
 
-def _shown_rows(runs: Sequence[runs_lib.Run]) -> tuple[str, ...]:
+def _over_seeds(methods: Sequence[seeds.Method], where: str) -> str:
+  """Three lines a method: before, after, and the change."""
+  bodies = []
+  for i, method in enumerate(methods):
+    if method.only_episodes:
+      continue
+    numbers = ', '.join(seeds.seed(run) for run in method.counted)
+    lines = []
+    for row in (*seeds.ROWS, 'change'):
+      change = row == 'change'
+      cells = []
+      for measure in verdict.MEASURES:
+        entry = (
+          seeds.change(method, measure)
+          if change
+          else seeds.evaluated(method, row, measure)
+        )
+        cells.append(
+          _cell(
+            seeds.format_mean(entry, measure, signed=change),
+            seeds.format_values(entry, measure, signed=change),
+          )
+        )
+      facts = (
+        '<td></td><td></td>'
+        if change
+        else _cell(str(len(method.counted)), numbers)
+        + _cell(seeds.episodes(method), '')
+      )
+      name = (
+        row
+        if change
+        else f'{charts.swatch(i)} {html.escape(method.name)}'
+        f'<small>{row}</small>'
+      )
+      lines.append(
+        f'<tr{" class=change" if change else ""}><th scope="row">{name}</th>'
+        f'{facts}{"".join(cells)}</tr>'
+      )
+    bodies.append(f'<tbody class="run">{"".join(lines)}</tbody>')
+  table = _table(
+    f'Evaluation{where}: mean ± standard deviation (n − 1) over seeds; below'
+    ' it the value of each seed, in the order of the seeds.',
+    _columns(
+      'Method',
+      'Seeds',
+      'Episodes',
+      *(measure.title for measure in verdict.MEASURES),
+    )
+    + ''.join(bodies),
+    style='pinned',
+  )
+  return table + (_purposes(methods) if _are_many(methods) else '')
+
+
+def _shown_rows(methods: Sequence[seeds.Method]) -> tuple[str, ...]:
   """Evaluations with a place of their own in each table and drawing."""
-  return ('after',) if _are_many(runs) else ('before', 'after')
+  return ('after',) if _are_many(methods) else seeds.ROWS
 
 
-def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
+def _interval_cards(methods: Sequence[seeds.Method]) -> str:
+  several = seeds.have_several(methods)
   cards = []
   for measure in verdict.MEASURES:
     if measure.key == 'turns':
       continue  # Mixes in failures, which mostly last to the limit.
     intervals = []
-    for i, run in enumerate(runs):
-      for name in _shown_rows(runs):
-        entry = verdict.estimate(run.rows.get(name), measure.key)
+    for i, method in enumerate(methods):
+      for name in _shown_rows(methods):
+        label, hollow = _label(method, name, methods), name == 'before'
+        if several:
+          over = seeds.evaluated(method, name, measure)
+          if over:
+            intervals.append(
+              charts.Interval(
+                run=i,
+                label=label,
+                value=over.mean,
+                low=over.low,
+                high=over.high,
+                hollow=hollow,
+                dots=[value for value in over.values if value is not None],
+              )
+            )
+          continue
+        entry = verdict.estimate(method.runs[0].rows.get(name), measure.key)
         if entry:
           intervals.append(
             charts.Interval(
               run=i,
-              label=_label(run, name, runs),
+              label=label,
               value=entry.value,
               low=entry.low,
               high=entry.high,
-              hollow=name == 'before',
+              hollow=hollow,
             )
           )
     if intervals:
@@ -554,65 +659,83 @@ def _interval_cards(runs: Sequence[runs_lib.Run]) -> str:
         f'<figure class="card"><figcaption><h3>{measure.title}</h3>'
         f'</figcaption>{drawing}</figure>'
       )
-  caption = (
-    'After training. Bars: 95% intervals.'
-    if _are_many(runs)
-    else 'Open marks: before training. Filled marks: after. Bars: 95%'
-    ' intervals.'
+  marks = (
+    'After training.'
+    if _are_many(methods)
+    else 'Open marks: before training. Filled marks: after.'
+  )
+  bars = (
+    'Marks are means over seeds, dots the seeds; bars reach from the lowest to'
+    ' the highest.'
+    if several
+    else 'Bars: 95% intervals.'
   )
   return (
-    f'<p class="caption spaced">{caption}</p>'
+    f'<p class="caption spaced">{marks} {bars}</p>'
     + f'<div class="grid-cards wide">{"".join(cards)}</div>'
   )
 
 
-def _label(run: runs_lib.Run, row: str, runs: Sequence[runs_lib.Run]) -> str:
-  """Names one evaluation of one of the runs of a page."""
-  if len(runs) == 1:
+def _label(
+  method: seeds.Method, row: str, methods: Sequence[seeds.Method]
+) -> str:
+  """Names one evaluation of one of the methods of a page."""
+  if len(methods) == 1:
     return row
-  return run.name if _are_many(runs) else f'{run.name} {row}'
+  return method.name if _are_many(methods) else f'{method.name} {row}'
 
 
-def _by_type(runs: Sequence[runs_lib.Run]) -> str:
+def _by_type(methods: Sequence[seeds.Method]) -> str:
   """Success by task type, folded away; '' where it was not measured."""
-  columns = []
-  for run in runs:
-    for name, row in run.rows.items():
-      types = row.get('by_type')
-      if _are_many(runs) and name not in _shown_rows(runs):
-        continue
-      if isinstance(types, dict) and types:
-        columns.append((_label(run, name, runs), types))
+  several = seeds.have_several(methods)
+  columns = [
+    (_label(method, name, methods), method, name)
+    for method in methods
+    for name in dict.fromkeys(n for run in method.counted for n in run.rows)
+    if not _are_many(methods) or name in _shown_rows(methods)
+    if any(seeds.types(run, name) for run in method.counted)
+  ]
   if not columns:
     return ''
   names = sorted(
-    {runs_lib.clean(name) for _, types in columns for name in types}
+    {
+      task_type
+      for _, method, name in columns
+      for run in method.counted
+      for task_type in seeds.types(run, name)
+    }
   )
   lines = []
   for task_type in names:
     cells = []
-    for _, types in columns:
-      row = types.get(task_type)
-      row = row if isinstance(row, dict) else None
-      success = verdict.estimate(row, 'success')
-      turns = verdict.estimate(row, 'turns_success')
-      if success is None:
-        cells.append(_cell('–', ''))
+    for _, method, name in columns:
+      over = seeds.evaluated(method, name, _SUCCESS, task_type)
+      if several or over is None:
+        cells.append(
+          _cell(
+            seeds.format_mean(over, _SUCCESS),
+            seeds.format_values(over, _SUCCESS),
+          )
+        )
         continue
+      row = seeds.types(method.runs[0], name)[task_type]
+      turns = verdict.estimate(row, 'turns_success')
       details = f'of {_count(row, "episodes")}'
       if turns:
         details += f', {turns.value:.1f} turns'
-      cells.append(
-        _cell(verdict.format_value(success.value, _SUCCESS), details)
-      )
+      cells.append(_cell(verdict.format_value(over.mean, _SUCCESS), details))
     lines.append(
-      f'<tr><th scope="row">{html.escape(runs_lib.clean(task_type))}</th>'
-      f'{"".join(cells)}</tr>'
+      f'<tr><th scope="row">{html.escape(task_type)}</th>{"".join(cells)}</tr>'
     )
+  what = (
+    'mean ± standard deviation (n − 1) over seeds, below it each seed'
+    if several
+    else 'below it the number of episodes and the mean turns of the successful'
+    ' ones'
+  )
   table = _table(
-    'Success by task type; below it the number of episodes and the mean turns'
-    ' of the successful ones.',
-    _columns('Task type', *(label for label, _ in columns))
+    f'Success by task type; {what}.',
+    _columns('Task type', *(label for label, _, _ in columns))
     + f'<tbody>{"".join(lines)}</tbody>',
     style='pinned',
   )
@@ -620,7 +743,7 @@ def _by_type(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def _charts(
-  runs: Sequence[runs_lib.Run],
+  methods: Sequence[seeds.Method],
 ) -> tuple[list[charts.Chart], list[charts.Chart]]:
   """The main charts, and one for every metric that they do not show."""
   used: set[tuple[str, str]] = set()
@@ -628,20 +751,23 @@ def _charts(
   def curves(kind: str, key: str) -> list[charts.Curve]:
     used.add((kind, key))
     found = []
-    for i, run in enumerate(runs):
-      points = run.metrics.get((kind, key))
+    for i, method in enumerate(methods):
+      points, band = seeds.curve(method, kind, key)
       if not points:
         continue
+      name = method.name
       found.append(
         charts.Curve(
           run=i,
-          name=f'{run.name} evaluation' if kind == 'eval' else run.name,
+          name=f'{name} evaluation' if kind == 'eval' else name,
           points=points,
           markers=kind == 'eval',
+          band=band,
         )
       )
     return found
 
+  runs = [run for method in methods for run in method.counted]
   main = []
   for key, title, unit, caption in _numbered(_CURVES, runs):
     found = curves('train', key)
@@ -651,15 +777,15 @@ def _charts(
     if found:
       main.append(charts.Chart(title, caption, found, unit))
     if key == 'advantage/mean_abs':
-      by_turn = _advantage_by_turn(runs)
+      by_turn = _advantage_by_turn(methods)
       main += [by_turn] if by_turn else []
   other = []
   for kind, key in sorted({k for run in runs for k in run.metrics} - used):
     unit = 'seconds' if key.startswith('time/') else ''
     title = key if kind in ('train', 'eval') else f'{kind} {key}'
-    other.append(
-      charts.Chart(title, '', curves(kind, key), unit, from_zero=False)
-    )
+    found = curves(kind, key)
+    if found:
+      other.append(charts.Chart(title, '', found, unit, from_zero=False))
   return main, other
 
 
@@ -679,20 +805,16 @@ def _numbered(
         yield other, f'{title}, head {number}', unit, caption
 
 
-def _advantage_by_turn(runs: Sequence[runs_lib.Run]) -> charts.Chart | None:
+def _advantage_by_turn(
+  methods: Sequence[seeds.Method],
+) -> charts.Chart | None:
   """How far the advantages of turns of one place differ, near the end."""
   curves = []
-  for i, run in enumerate(runs):
-    points = []
-    for (kind, key), values in run.metrics.items():
-      match = _STD_TURN.match(key)
-      if kind == 'train' and match:
-        since = (1 - _LAST_STEPS) * (run.last_step or 0)
-        late = [value for step, value in values if step > since]
-        if late:
-          points.append((float(match[1]), sum(late) / len(late)))
+  for i, method in enumerate(methods):
+    points, band = seeds.average([_late_by_turn(run) for run in method.counted])
     if points:
-      curves.append(charts.Curve(i, run.name, sorted(points)))
+      band = band if len(method.runs) > 1 else ()
+      curves.append(charts.Curve(i, method.name, points, band=band))
   if not curves:
     return None
   return charts.Chart(
@@ -702,6 +824,18 @@ def _advantage_by_turn(runs: Sequence[runs_lib.Run]) -> charts.Chart | None:
     curves,
     axis='turn',
   )
+
+
+def _late_by_turn(run: runs_lib.Run) -> list[tuple[float, float]]:
+  points = []
+  for (kind, key), values in run.metrics.items():
+    match = _STD_TURN.match(key)
+    if kind == 'train' and match:
+      since = (1 - _LAST_STEPS) * (run.last_step or 0)
+      late = [value for step, value in values if step > since]
+      if late:
+        points.append((float(match[1]), sum(late) / len(late)))
+  return points
 
 
 def _figures(drawn: Sequence[charts.Chart], first: int) -> str:
@@ -720,13 +854,13 @@ def _figures(drawn: Sequence[charts.Chart], first: int) -> str:
   return f'<div class="grid-cards">{"".join(figures)}</div>'
 
 
-def _switches(runs: Sequence[runs_lib.Run]) -> str:
+def _switches(methods: Sequence[seeds.Method]) -> str:
   """A legend that stays in sight, whose entries switch curves off."""
   items = ''.join(
     f'<label><input type="checkbox" checked data-run="{i}">'
-    f'{charts.swatch(i)}{html.escape(run.name)}</label>'
-    for i, run in enumerate(runs)
-    if not run.only_episodes
+    f'{charts.swatch(i)}{html.escape(method.name)}</label>'
+    for i, method in enumerate(methods)
+    if not method.only_episodes
   )
   return f'<fieldset class="switches" aria-label="Curves">{items}</fieldset>'
 
@@ -734,20 +868,26 @@ def _switches(runs: Sequence[runs_lib.Run]) -> str:
 def _curves(
   main: Sequence[charts.Chart],
   other: Sequence[charts.Chart],
-  runs: Sequence[runs_lib.Run],
+  methods: Sequence[seeds.Method],
 ) -> str:
   if not main and not other:
     return _section(
       'curves', 'Training', '<p class="empty">No metrics were logged yet.</p>'
     )
+  means = (
+    ' Where a method has several seeds, lines and marks are their means; bands'
+    ' and bars reach from the lowest to the highest seed.'
+    if seeds.have_several(methods)
+    else ''
+  )
   parts = [
     '<p class="caption">By training step. Lines: training episodes, in long'
     ' runs smoothed over neighbouring steps; a thin line, where there are few'
     ' runs, shows each step. Marks: evaluations. Point at a chart, or focus it'
-    ' and use the arrow keys, to read values.</p>'
+    f' and use the arrow keys, to read values.{means}</p>'
   ]
-  if len(runs) > 1:
-    parts.append(_switches(runs))
+  if len(methods) > 1:
+    parts.append(_switches(methods))
   if main:
     parts.append(_figures(main, 0))
   if other:
@@ -772,9 +912,12 @@ def _curves_json(drawn: Sequence[charts.Chart]) -> str:
             {
               'run': curve.run,
               'name': curve.name,
+              # (step, value), and of a mean the lowest and the highest.
               'points': [
-                (step, float(f'{value:.5g}'))
-                for step, value in charts.thin(curve.points)
+                (line[0][0], *(float(f'{value:.5g}') for _, value in line))
+                for line in zip(
+                  *map(charts.thin, [curve.points, *curve.limits]), strict=True
+                )
               ],
             }
             for curve in chart.curves

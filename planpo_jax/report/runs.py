@@ -14,7 +14,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from planpo_jax import sweep
@@ -63,6 +63,8 @@ class Run:
 
   Attributes:
     name: shortest end of the directory's path that no other run shares.
+    method: the same for all runs of a sweep that differ in their seed alone;
+      unique to a run of its own.
     path: the directory.
     config: flat configuration, e.g. `{'advantage.name': 'planpo'}`.
     metrics: by (kind, key), e.g. `('train', 'rollout/success')`, the
@@ -79,6 +81,7 @@ class Run:
   """
 
   name: str
+  method: str
   path: pathlib.Path
   config: Mapping[str, Any]
   metrics: Mapping[tuple[str, str], Sequence[tuple[float, float]]]
@@ -95,6 +98,14 @@ class Run:
   def replays(self) -> bool:
     """It trains from a dump, without environments to be evaluated in."""
     return bool(self.config.get('rollout.replay'))
+
+  @property
+  def is_finished(self) -> bool:
+    """Its last evaluation is there, or its last step if none will come."""
+    if self.replays:
+      planned = number(self.config.get('train.steps'))
+      return planned is not None and (self.last_step or 0) >= planned
+    return 'after' in self.rows
 
 
 def load_all(
@@ -123,14 +134,17 @@ def load_all(
   for index, path in enumerate(resolved):
     if path in resolved[:index]:
       raise RunError(f'{path} is given twice; give each run once.')
+  methods = [_method(path) for path in resolved]
+  distinct = set(methods)
   return [
     _load(
       path,
       name=_name(path, resolved),
+      method=_name(method, distinct),
       episodes_per_file=episodes_per_file,
       transcript_bytes=transcript_bytes // len(resolved),
     )
-    for path in resolved
+    for path, method in zip(resolved, methods, strict=True)
   ]
 
 
@@ -160,7 +174,13 @@ def _sweep_entries(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
   }
 
 
-def _name(path: pathlib.Path, others: Sequence[pathlib.Path]) -> str:
+def _method(path: pathlib.Path) -> pathlib.Path:
+  """One path for the runs of a sweep that differ in their seed alone."""
+  entry = _sweep_entries(path.parent).get(path.name, {})
+  return path.parent / (text(entry.get('run')) or path.name)
+
+
+def _name(path: pathlib.Path, others: Collection[pathlib.Path]) -> str:
   """Shortest end of `path` that no other of `others` ends with."""
   for length in range(1, len(path.parts) + 1):
     tail = path.parts[-length:]
@@ -173,6 +193,7 @@ def _load(
   path: pathlib.Path,
   *,
   name: str,
+  method: str,
   episodes_per_file: int,
   transcript_bytes: int,
 ) -> Run:
@@ -237,6 +258,7 @@ def _load(
   entry = _sweep_entries(path.parent).get(path.name, {})
   return Run(
     name=name,
+    method=method,
     path=path,
     config=config,
     metrics=metrics,

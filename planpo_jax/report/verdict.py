@@ -134,7 +134,7 @@ def format_interval(entry: Estimate, measure: Measure) -> str:
 def format_change(change: Estimate, measure: Measure) -> str:
   """E.g. `+19 points`, `−1.9`."""
   scale, digits = (100, 0) if measure.share else (1, 1)
-  return _signed(scale * change.value, digits) + (
+  return signed(scale * change.value, digits) + (
     ' points' if measure.share else ''
   )
 
@@ -145,7 +145,7 @@ def format_change_interval(change: Estimate, measure: Measure) -> str:
     return ''
   scale, digits = (100, 0) if measure.share else (1, 1)
   low, high = (
-    _signed(scale * limit, digits) for limit in (change.low, change.high)
+    signed(scale * limit, digits) for limit in (change.low, change.high)
   )
   return f'{low} to {high}'
 
@@ -155,7 +155,8 @@ def count(number: float, noun: str) -> str:
   return f'{number:,.0f} {noun}{"" if number == 1 else "s"}'
 
 
-def _signed(value: float, digits: int) -> str:
+def signed(value: float, digits: int) -> str:
+  """E.g. `+1.5`, `−3`; no sign where all digits are 0."""
   shown = f'{value:+.{digits}f}'
   if float(shown) == 0:
     return shown[1:]
@@ -190,7 +191,7 @@ def judge(runs: Sequence[runs_lib.Run]) -> Verdict:
   """The headline and the paragraph for the runs of a page."""
   sentences = []
   for run in runs:
-    sentences.append(_run_sentence(run, named=len(runs) > 1))
+    sentences.append(in_words(run, named=len(runs) > 1))
   for run in runs[1:]:
     sentence = _comparison(runs[0], run)
     if sentence:
@@ -310,7 +311,8 @@ def _clear_savings(run: runs_lib.Run) -> list[tuple[Measure, Estimate]]:
   return savings
 
 
-def _run_sentence(run: runs_lib.Run, *, named: bool) -> str:
+def in_words(run: runs_lib.Run, *, named: bool) -> str:
+  """What came of a run, one evaluation against the other."""
   if run.only_episodes:
     return (
       f'{run.name} holds {count(_dumped(run), "dumped episode")} in'

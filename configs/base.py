@@ -152,7 +152,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.eval = ml_collections.ConfigDict()
   # Splits that launch/evaluate.py plays; empty: `env.eval_split` alone.
   config.eval.splits = ()
-  config.eval.episodes = 200  # 0: every task of the split once.
+  config.eval.episodes = 200  # 0: every task of a split once.
   config.eval.every = 5  # Steps; 0 evaluates before and after only.
   config.eval.temperature = 1.0
   config.eval.top_p = 1.0
@@ -225,6 +225,7 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.learner.row_len = 512
   # Rows must divide over the devices, whatever this machine has.
   config.learner.micro_rows = max(4, jax.device_count())
+  config.eval.splits = ()
   config.eval.episodes = 8
   config.eval.every = 0
   config.eval.max_turns = 6

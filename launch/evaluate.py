@@ -1,12 +1,15 @@
-"""Evaluates a policy on a split.
+"""Evaluates a policy on one split or several.
 
   python launch/evaluate.py --workdir=runs/quickstart --split=test
-  python launch/evaluate.py --config=configs/quickstart.py --split=dev
-  python launch/evaluate.py --workdir=runs/sciworld_7b --episodes=0
+  python launch/evaluate.py --config=configs/quickstart.py --split=dev,test
+  python launch/evaluate.py --workdir=runs/alfworld_7b --episodes=0 \
+    --split=valid_seen,valid_unseen --output=alfworld_7b.json
 
 With --workdir: the newest checkpoint of that run, under its own configuration,
 on whatever devices there are. With --config: the weights that training would
-start from. --agent prompts them in another way than they were trained with:
+start from. The last table printed has the columns that publications have;
+--output=FILE.json keeps everything, and that table in FILE.md beside it.
+--agent prompts in another way than the weights were trained with:
 
   python launch/evaluate.py --config=configs/sciworld_7b.py --agent=react \
     --config.model.checkpoint=FOLDER
@@ -14,6 +17,7 @@ start from. --agent prompts them in another way than they were trained with:
     --config.model.checkpoint=FOLDER --trials=3
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -23,6 +27,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import jax
 import ml_collections
 from absl import flags
+from ml_collections import config_flags
 
 from configs import base
 from planpo_jax import cli
@@ -30,11 +35,15 @@ from planpo_jax import config as config_lib
 
 _CONFIG = cli.define_config(required=False)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of a training run.')
-_SPLIT = flags.DEFINE_string('split', None, 'Default: config.eval_split.')
+_SPLIT = flags.DEFINE_list(
+  'split',
+  None,
+  'One or several. Default: config.eval.splits, or else config.env.eval_split.',
+)
 _EPISODES = flags.DEFINE_integer(
   'episodes',
   None,
-  'Default: config.eval.episodes; 0: every task of the split once.',
+  'Of each split. Default: config.eval.episodes; 0: every task once.',
   lower_bound=0,
 )
 _AGENT = flags.DEFINE_enum(
@@ -50,7 +59,9 @@ _TRIALS = flags.DEFINE_integer(
 _MEMORY = flags.DEFINE_integer(
   'memory', None, 'Reflections shown by reflexion; default: 3.', lower_bound=1
 )
-_OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the table.')
+_OUTPUT = flags.DEFINE_string(
+  'output', None, 'File for everything, NAME.json; NAME.md gets the table.'
+)
 
 
 def _config(workdir) -> ml_collections.ConfigDict:
@@ -93,6 +104,17 @@ def _reflexion_flags() -> dict[str, int]:
   return given
 
 
+def _splits(config: ml_collections.ConfigDict) -> list[str]:
+  """The splits to play, each once."""
+  named = _SPLIT.value or config.eval.splits or (config.env.eval_split,)
+  return list(dict.fromkeys(named))
+
+
+def _config_name() -> str:
+  """FILE:PRESET as it was given."""
+  return config_flags.get_config_filename(flags.FLAGS['config'])
+
+
 def main() -> int:
   import pathlib
 
@@ -111,19 +133,19 @@ def main() -> int:
   workdir = None
   if _WORKDIR.value:
     workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
+  output = None
+  if _OUTPUT.value:
+    output = pathlib.Path(_OUTPUT.value).expanduser()
+    evaluate.check_output(output)
   config = _config(workdir)
   if _AGENT.value != 'plain':
     config.chat.prompt = 'react'
   config_lib.check(config, jax.device_count(), training=False)
-  if _OUTPUT.value and not pathlib.Path(_OUTPUT.value).parent.is_dir():
-    raise FileNotFoundError(
-      f'--output={_OUTPUT.value}: there is no folder to write it to.'
-    )
-  split = _SPLIT.value or config.env.eval_split
+  splits = _splits(config)
   count = config.eval.episodes if _EPISODES.value is None else _EPISODES.value
   terminal = metrics.Terminal()
 
-  stacked = None
+  stacked = step = None
   if workdir is not None:
     stacked = checkpoint.stacked_layers(workdir / 'checkpoints')
     if stacked is None:
@@ -137,42 +159,60 @@ def main() -> int:
   config.sampler.slots = capacity.slots(
     config, network.policy, mesh, training=False
   )
-  if workdir is None:
-    model, name = build.model(config, network, mesh), 'initial'
-  else:
-    checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
-    step = checkpoints.latest_step()
-    shapes = qwen2.abstract_params(network.policy)
-    params = checkpoints.restore_params(step, sharding.abstract(mesh, shapes))
-    model = build.Model(network.policy, params, network.tokenizer)
-    name = f'step {step}'
-
   with build.Environment(config) as env:
+    # Before any weight is read.
+    jobs = evaluate.plan(splits, count, env.description, env.tasks)
+    if workdir is None:
+      model, name = build.model(config, network, mesh), 'initial'
+    else:
+      checkpoints = checkpoint.Checkpoints(workdir / 'checkpoints', keep=None)
+      step = checkpoints.latest_step()
+      shapes = qwen2.abstract_params(network.policy)
+      params = checkpoints.restore_params(step, sharding.abstract(mesh, shapes))
+      model = build.Model(network.policy, params, network.tokenizer)
+      name = f'step {step}'
     player = build.Player(config, model, mesh, env, terminal)
-    jobs = evaluate.jobs(env.tasks(split), count)
     how = {
       'seed': (config.seed, evaluate.SEED),
       'max_turns': config.eval.max_turns,
       'settings': config_lib.settings(config.eval),
     }
-    if _AGENT.value == 'reflexion':
-      history = prompting.reflexion(player, jobs, **how, **reflexion_flags)
-      played = {
-        f'{name}, reflexion trial {trial}': standing
-        for trial, standing in enumerate(history, 1)
-      }
-    else:
-      name += ', react' if _AGENT.value == 'react' else ''
-      label = f'evaluation on {split}'
-      played = {name: player.play(label, jobs, **how).episodes}
-    sets = env.description.sets
-  rows = {row: evaluate.summarize(one, sets) for row, one in played.items()}
-  name, last = list(rows.items())[-1]
-  kinds = {f'  {k}': summary for k, summary in last.by_type.items()}
-  below = evaluate.columns({name: last}) | kinds
-  print(f'{split} split\n{evaluate.table(rows | below)}')
-  if _OUTPUT.value:
-    evaluate.write_summary(pathlib.Path(_OUTPUT.value), split, rows)
+    shape = evaluate.layout(env.description)
+    evaluated = {
+      'config': None if workdir else _config_name(),
+      'workdir': workdir and str(workdir),
+      'step': step,
+      'model': config.model.checkpoint or config.model.size,
+      'environment': evaluate.environment(env.description),
+      'task_types': list(config.env.task_types) or None,
+      'options': config.env.options or None,
+      'agent': {'name': _AGENT.value} | reflexion_flags,
+      'chat': config.chat.to_dict(),
+      'episodes': {'asked': count} | {k: len(v) for k, v in jobs.items()},
+      'max_turns': config.eval.max_turns,
+      'sampling': dataclasses.asdict(how['settings']),
+      'seed': config.seed,
+    }
+    found = []
+    for split in splits:
+      if _AGENT.value == 'reflexion':
+        history = prompting.reflexion(
+          player, jobs[split], **how, **reflexion_flags
+        )
+        played = {
+          f'{name}, reflexion trial {trial}': standing
+          for trial, standing in enumerate(history, 1)
+        }
+      else:
+        policy = name + (', react' if _AGENT.value == 'react' else '')
+        label = f'evaluation on {split}'
+        played = {policy: player.play(label, jobs[split], **how).episodes}
+      found.append(evaluate.results(split, played, env.description))
+      print(evaluate.closing(found[-1], env.description.sets), flush=True)
+      # Each time, so that a later split that fails costs no earlier one.
+      if output:
+        evaluate.write_results(output, evaluated, found, shape)
+  print(evaluate.markdown(found, shape))
   return 0
 
 

@@ -6,12 +6,13 @@ import collections
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from planpo_jax import episodes, rollout, tasks
+from planpo_jax import env_client, episodes, rollout, tasks
 
 # First number of the random seed after the run's own: rollouts and evaluations
 # never share one, and every evaluation draws with the same.
@@ -19,6 +20,46 @@ TRAIN_SEED, SEED = 0, 1
 
 # Two-sided 95% quantile of the standard normal distribution.
 _Z = 1.959964
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """The row that publications print for an environment.
+
+  Attributes:
+    columns: {title: set of task types, or type}, in the order of print.
+    whole: title of the column of all episodes, which comes last.
+    score: a cell has the mean score beside the success.
+    notes: {split: what it is, where its name does not say so}.
+  """
+
+  columns: Mapping[str, str]
+  whole: str = 'All'
+  score: bool = False
+  notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+# Tables 1 to 3 of PlanPO, arXiv 2608.17289; other publications print the same.
+LAYOUTS: Mapping[str, Layout] = {
+  'alfworld': Layout(
+    {name: name for name in ('Pick', 'Look', 'Clean', 'Heat', 'Cool', 'Pick2')},
+    notes={
+      'valid_seen': 'in distribution',
+      'valid_unseen': 'out of distribution',
+    },
+  ),
+  'sciworld': Layout(
+    {
+      'Measure': 'measure',
+      'Test-Cond': 'test-cond',
+      'Find': 'find',
+      'Chem-Mix': 'chem-mix',
+      'Lifespan': 'lifespan',
+    },
+    whole='Overall',
+    score=True,
+  ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +146,70 @@ class Summary:
     return scalars
 
 
-MEASURES = ('success', 'score', 'turns', 'turns_success', 'response_tokens')
+# Those that publications have for all episodes together.
+_MEANS = ('turns', 'turns_success', 'response_tokens')
+MEASURES = ('success', 'score', *_MEANS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+  """What some policies did on one split.
+
+  Attributes:
+    split: its name.
+    rows: {policy: summary}.
+    cells: {policy: {title: summary}}, every column of the layout and the whole,
+      those that no episode falls into included.
+  """
+
+  split: str
+  rows: Mapping[str, Summary]
+  cells: Mapping[str, Mapping[str, Summary]]
+
+
+def environment(description: env_client.Description) -> dict:
+  """What decides which games an environment plays, as plain values."""
+  return {
+    'name': description.name,
+    'version': description.version,
+    'split_sizes': dict(sorted(description.splits.items())),
+  }
+
+
+def plan(
+  splits: Sequence[str],
+  count: int,
+  description: env_client.Description,
+  tasks_of: Callable[[str], Sequence[episodes.Task]],
+) -> dict[str, list[rollout.Job]]:
+  """The jobs of each of `splits`, see `jobs`.
+
+  Args:
+    splits: names.
+    count: episodes of each split; 0: every task once.
+    description: of the environment.
+    tasks_of: gives the tasks of a split that the configuration asks for.
+
+  Raises:
+    ValueError: a split is unknown, or has no such task.
+  """
+  sizes = ', '.join(f'{k} {n}' for k, n in sorted(description.splits.items()))
+  planned = {}
+  for split in splits:
+    if split not in description.splits:
+      raise ValueError(
+        f'split {split!r} is unknown; {description.name} has, with their '
+        f'numbers of tasks, {sizes}.'
+      )
+    pool = tasks_of(split)
+    if not pool:
+      raise ValueError(
+        f'split {split!r} has no tasks of the types of env.task_types; '
+        f'{description.name} has, of all types, {sizes}. Name other types, or '
+        'leave the split out.'
+      )
+    planned[split] = jobs(pool, count)
+  return planned
 
 
 def jobs(pool: Sequence[episodes.Task], count: int) -> list[rollout.Job]:
@@ -160,6 +264,37 @@ def summarize(
   )
 
 
+def layout(description: env_client.Description) -> Layout:
+  """The columns for an environment; its task types if none are published."""
+  found = LAYOUTS.get(description.name, Layout({}))
+  known = {*description.sets, *description.task_names}
+  if found.columns and known.issuperset(found.columns.values()):
+    return found
+  types = {name: name for name in description.task_names}
+  return dataclasses.replace(found, columns=types)
+
+
+def results(
+  split: str,
+  played: Mapping[str, Sequence[episodes.Episode]],
+  description: env_client.Description,
+) -> Results:
+  """Summarizes {policy: its episodes} on `split`, also as publications do.
+
+  Raises:
+    ConnectionError: see `summarize`.
+  """
+  shape, sets = layout(description), description.sets
+  cells = {}
+  for policy, mine in played.items():
+    cells[policy] = {
+      title: _summarize([e for e in mine if e.task.name in sets.get(n, (n,))])
+      for title, n in shape.columns.items()
+    } | {shape.whole: _summarize(mine)}
+  rows = {policy: summarize(mine, sets) for policy, mine in played.items()}
+  return Results(split, rows, cells)
+
+
 def _summarize(played: Sequence[episodes.Episode]) -> Summary:
   whole = [e for e in played if e.ending is not episodes.Ending.FAULT]
   wins = [e for e in whole if e.success]
@@ -208,6 +343,94 @@ def write_summary(
   path.write_text(json.dumps(content, indent=1) + '\n')
 
 
+def write_results(
+  path: pathlib.Path,
+  evaluated: Mapping,
+  found: Sequence[Results],
+  shape: Layout,
+) -> None:
+  """Writes `path` (JSON) and, ending in .md, the table of publications.
+
+  Args:
+    path: ends in .json, see `check_output`.
+    evaluated: what was played and how, plain values.
+    found: a split each.
+    shape: columns of the table.
+  """
+  content = {
+    'evaluated': evaluated,
+    'splits': {
+      one.split: {
+        'label': _label(one.split, shape),
+        'rows': {name: row.to_json() for name, row in one.rows.items()},
+        'paper_row': {
+          policy: _paper_row(cells, shape)
+          for policy, cells in one.cells.items()
+        },
+      }
+      for one in found
+    },
+  }
+  path.write_text(json.dumps(content, indent=1) + '\n')
+  said = [f'- {k}: {_words(v)}' for k, v in evaluated.items() if v is not None]
+  lines = ['# Evaluation', '', *said, '', markdown(found, shape), '']
+  path.with_suffix('.md').write_text('\n'.join(lines))
+
+
+def check_output(path: pathlib.Path) -> None:
+  """Raises ValueError or OSError if `write_results` could not write there."""
+  if path.suffix != '.json':
+    raise ValueError(
+      f'--output={path} must end in .json; the table goes beside it, to the '
+      'same name ending in .md.'
+    )
+  if not path.parent.is_dir():
+    raise FileNotFoundError(
+      f'--output={path}: there is no folder to write it to; make '
+      f'{path.parent} first.'
+    )
+  for file in (path, path.with_suffix('.md')):
+    if file.is_dir() or not os.access(
+      file if file.exists() else path.parent, os.W_OK
+    ):
+      raise PermissionError(
+        f'--output={path}: {file} cannot be written; name another file.'
+      )
+
+
+def _paper_row(cells: Mapping[str, Summary], shape: Layout) -> dict:
+  """The row of publications as plain values; success in percent."""
+  whole = cells[shape.whole]
+  values: dict = {
+    'columns': {
+      title: {
+        'success_percent': _finite(100 * cell.success.mean),
+        'score': _finite(cell.score.mean),
+        'episodes': cell.episodes,
+        'faults': cell.faults,
+      }
+      for title, cell in cells.items()
+    }
+  }
+  for name in _MEANS:
+    values[name] = _finite(getattr(whole, name).mean)
+  return values
+
+
+def _label(split: str, shape: Layout) -> str:
+  note = shape.notes.get(split)
+  return f'{split} ({note})' if note else split
+
+
+def _words(value) -> str:
+  """Plain values as text: `a 1, b 2`."""
+  if isinstance(value, Mapping):
+    return ', '.join(f'{k} {_words(v)}' for k, v in value.items())
+  if isinstance(value, list | tuple):
+    return ', '.join(map(_words, value))
+  return str(value)
+
+
 def wilson(successes: int, trials: int) -> Estimate:
   """Share of successes with its Wilson score interval (95%)."""
   if not trials:
@@ -218,7 +441,8 @@ def wilson(successes: int, trials: int) -> Estimate:
   )
   middle = share + _Z**2 / (2 * trials)
   scale = 1 + _Z**2 / trials
-  return Estimate(share, (middle - spread) / scale, (middle + spread) / scale)
+  low, high = (middle - spread) / scale, (middle + spread) / scale
+  return Estimate(share, max(0.0, low), min(1.0, high))
 
 
 def normal(values: Sequence[float]) -> Estimate:
@@ -247,37 +471,97 @@ def columns(rows: Mapping[str, Summary]) -> dict[str, Summary]:
   }
 
 
+def closing(found: Results, sets: Mapping[str, Sequence[str]]) -> str:
+  """The closing table of a split; below, what the last policy did by type."""
+  policy, last = list(found.rows.items())[-1]
+  # A set of one type is that type again.
+  single = {types[0] for types in sets.values() if len(types) == 1}
+  kinds = {f'  {k}': s for k, s in last.by_type.items() if k not in single}
+  rows = found.rows | columns({policy: last}) | kinds
+  return f'{found.split} split\n{table(rows)}\n'
+
+
+def markdown(found: Sequence[Results], shape: Layout) -> str:
+  """The table of publications, a row a policy and split."""
+  head = ['policy', 'split', *shape.columns, shape.whole]
+  lines = [[*head, 'turns', 'turns (successes)', 'tokens a response']]
+  for one in found:
+    for policy, cells in one.cells.items():
+      means = [getattr(cells[shape.whole], name) for name in _MEANS]
+      lines.append(
+        [
+          policy,
+          _label(one.split, shape),
+          *(_brief(cell, shape) for cell in cells.values()),
+          *(_number(estimate.mean) for estimate in means),
+        ]
+      )
+  rows, widths = _aligned(lines)
+  text = [f'| {" | ".join(row)} |' for row in rows]
+  text.insert(1, f'|{"|".join("-" * (w + 2) for w in widths)}|')
+  said = 'success in %' + (' / mean score' if shape.score else '')
+  return '\n'.join(
+    [f'In a cell: {said} (episodes). {shape.whole}: all that were played.', '']
+    + text
+  )
+
+
 def table(rows: Mapping[str, Summary]) -> str:
   """The closing table as text, a row a policy."""
-  head = (
-    'policy',
-    'episodes',
-    'success %',
-    'mean score',
-    'turns',
-    'turns (successes)',
-    'tokens a response',
-  )
-  lines = [head]
+  lines = [
+    [
+      'policy',
+      'episodes',
+      'success %',
+      'mean score',
+      'turns',
+      'turns (successes)',
+      'tokens a response',
+    ]
+  ]
   for name, row in rows.items():
     lines.append(
-      (
+      [
         name,
-        str(row.episodes) + (f' + {row.faults} lost' if row.faults else ''),
+        _count(row),
         _cell(_percent(row.success)),
         _cell(row.score),
         _cell(row.turns, 2),
         _cell(row.turns_success, 2),
         _cell(row.response_tokens),
-      )
+      ]
     )
-  widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-  text = [
-    '  '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))
-    for line in lines
-  ]
+  aligned, widths = _aligned(lines)
+  text = ['  '.join(line) for line in aligned]
   text.insert(1, '  '.join('-' * w for w in widths))
   return '\n'.join(line.rstrip() for line in text)
+
+
+def _aligned(
+  lines: Sequence[Sequence[str]],
+) -> tuple[list[list[str]], list[int]]:
+  """The cells filled up with blanks, and the width of each column."""
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  return [
+    [cell.ljust(w) for cell, w in zip(line, widths, strict=True)]
+    for line in lines
+  ], widths
+
+
+def _count(row: Summary) -> str:
+  return str(row.episodes) + (f' + {row.faults} lost' if row.faults else '')
+
+
+def _brief(cell: Summary, shape: Layout) -> str:
+  """A cell of publications, such as `66.7 (3)`; `-` without episodes."""
+  if not (cell.episodes or cell.faults):
+    return '-'
+  score = f' / {_number(cell.score.mean)}' if shape.score else ''
+  return f'{_number(100 * cell.success.mean)}{score} ({_count(cell)})'
+
+
+def _number(value: float) -> str:
+  return '-' if math.isnan(value) else f'{value:.1f}'
 
 
 def _percent(share: Estimate) -> Estimate:

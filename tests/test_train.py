@@ -1,9 +1,11 @@
 """Whole runs on the toy game: real service, real processes, nano policy."""
 
 import collections
+import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -371,6 +373,38 @@ def test_a_finished_run_says_so_again(whole):
   assert transcripts(workdir, 'eval_after.jsonl') == before
 
 
+def test_a_run_records_its_environment_and_warns_of_another(whole, tmp_path):
+  config, workdir = whole
+  played = {
+    'name': 'toy',
+    'version': 'toy 1',
+    'split_sizes': {'dev': 96, 'test': 96, 'train': 192},
+  }
+  recorded = json.loads((workdir / 'environment.json').read_text())
+  assert recorded == [{'step': 0, **played}]
+
+  copy = tmp_path / 'copy'
+  shutil.copytree(workdir, copy)
+  path = copy / 'environment.json'
+  older = {'step': 0, **played, 'version': 'toy 0'}
+  path.write_text(json.dumps([older]))
+  warnings = []
+  for _ in range(2):
+    said = io.StringIO()
+    assert train.train(config, copy, metrics.Terminal(said)) == 0
+    lines = said.getvalue().splitlines()
+    warnings.append([line for line in lines if 'warning' in line])
+    # Known from now on, and no reason to warn again.
+    assert json.loads(path.read_text()) == [older, {'step': 3, **played}]
+  assert len(warnings[0]) == 1 and not warnings[1]
+  for text in ("toy version 'toy 0'", "toy version 'toy 1'", 'step 3'):
+    assert text in warnings[0][0]
+
+  path.write_text('[]')
+  with pytest.raises(ValueError, match='environment.json is damaged'):
+    run(config, copy)
+
+
 def test_grpo_runs_by_its_name(tmp_path):
   config = smoke(**{'advantage.name': 'grpo', 'train.steps': 1})
   assert run(config, tmp_path / 'grpo') == 0
@@ -404,7 +438,13 @@ def test_the_same_command_corrected_starts_after_a_bad_option(tmp_path):
   bad = smoke(**{'env.options': 'colour=red', 'train.steps': 1})
   with pytest.raises(ValueError, match='colour'):
     run(bad, tmp_path / 'run')
-  assert run(smoke(**{'train.steps': 1}), tmp_path / 'run') == 0
+  # Nothing was played, so this is not the environment that the run began with.
+  path = tmp_path / 'run' / 'environment.json'
+  path.write_text('[{"step": 0, "name": "other"}]')
+  config, said = smoke(**{'train.steps': 1}), io.StringIO()
+  assert train.train(config, path.parent, metrics.Terminal(said)) == 0
+  assert 'warning: up to' not in said.getvalue()
+  assert [x['name'] for x in json.loads(path.read_text())] == ['toy']
 
 
 def test_unknown_task_type_lists_the_known(tmp_path):
@@ -431,12 +471,21 @@ def launch(name, *flags):
 def test_evaluate_reads_the_newest_checkpoint(whole, tmp_path):
   config, workdir = whole
   output = tmp_path / 'table.json'
-  done = launch('evaluate', f'--workdir={workdir}', f'--output={output}')
+  done = launch(
+    'evaluate',
+    f'--workdir={workdir}',
+    '--split=dev,test',
+    f'--output={output}',
+  )
   assert done.returncode == 0, done.stderr
   assert 'step 3' in done.stdout and 'fetch' in done.stdout
-  row = json.loads(output.read_text())['rows']['step 3']
+  content = json.loads(output.read_text())
+  assert content['evaluated']['step'] == 3
+  assert content['evaluated']['workdir'] == str(workdir)
+  row = content['splits']['test']['rows']['step 3']
   after = json.loads((workdir / 'summary.json').read_text())['rows']['after']
-  # The same tasks with the same random keys and the same weights.
+  # The same tasks with the same random keys and the same weights, whatever was
+  # played before them.
   assert row == after
 
 

@@ -86,7 +86,6 @@ def play(
       actions.append(action)
     played.append((path, actions))
     seen.append(turns)
-  engine.close()
   return played, seen, seconds
 
 
@@ -157,7 +156,6 @@ def memory_over(paths: Sequence[str], resets: int) -> list[float]:
     for action in engine.admissible()[:3]:
       engine.step(action)
     found.append(me.memory_info().rss / 1e6)
-  engine.close()
   return found
 
 

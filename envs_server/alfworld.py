@@ -95,30 +95,26 @@ class AlfWorld:
     self, task: env.Task, expert: bool = False, admissible: bool = False
   ) -> env.Observation:
     """See `env.TextEnv`. Takes 0.2 to 0.5 s."""
-    found = self._found.games[task.split][task.name].get(task.index)
-    if found is None:
-      raise RuntimeError(
-        f'{task} is no game any more: the files below {self._found.root} '
-        'changed after the service had started.'
-      )
-    path = self._found.root / found.path / alfworld_data.GAME
+    # Also one that broke since the service started: the error says why.
+    found = self._found.folders[task.split][task.name][task.index]
+    path = self._found.root / found
     try:
-      game = alfworld_data.read_game(path)
+      game = alfworld_data.read_game(path / alfworld_data.GAME)
       text = self._engine.load(game)
     except (Exception, SystemExit) as error:
       # The translator gives up with SystemExit. Another worker finds the same,
       # and the episode ends as a fault; the run goes on.
       raise RuntimeError(
         f'{path} cannot be played ({type(error).__name__}: {error}); restore '
-        'the file, or remove its folder.'
+        'its files and start the service again.'
       ) from error
     goal = _TASK.search(text)
     self._admissible = admissible
     return self._observe(
       text,
       goal=goal[0] if goal else '',
-      expert_actions=self._solution(game, found.syntax) if expert else (),
-      info={'game': found.path, 'syntax': found.syntax},
+      expert_actions=self._solution(game) if expert else (),
+      info={'game': found, 'syntax': alfworld_data.syntax(game)},
     )
 
   def step(self, action: str) -> env.Observation:
@@ -131,16 +127,16 @@ class AlfWorld:
 
   def close(self) -> None:
     """See `env.TextEnv`."""
-    self._engine.close()
 
   @functools.cached_property
   def _found(self) -> alfworld_data.Games:
     return alfworld_data.find(alfworld_data.folder())
 
-  def _solution(self, game: dict, syntax: str) -> tuple[str, ...]:
+  def _solution(self, game: dict) -> tuple[str, ...]:
     """The stored walkthrough in the words of the game, else the planner's."""
     stored = game.get('walkthrough') or self._engine.plan()
-    form = _HOW[syntax].replace('X', r'\1').replace('Y', r'\2')
+    form = _HOW[alfworld_data.syntax(game)]
+    form = form.replace('X', r'\1').replace('Y', r'\2')
     # Walkthroughs of older data say `put`, in games that know `move` alone.
     return tuple(
       _PUT.sub(form, action) if _PUT.fullmatch(action) else action

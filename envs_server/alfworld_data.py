@@ -75,9 +75,10 @@ class Games:
 
   Attributes:
     root: the folder that holds the splits.
-    games: split -> type -> index -> game. The index is the place among all
-      folders of that split and type, so that one that cannot be played leaves
-      those of the others as they are on other machines.
+    folders: split -> type -> paths, sorted, of all that could hold a game.
+    games: split -> type -> index -> game. The index is the place in `folders`,
+      so that one that cannot be played leaves the others as they are on other
+      machines.
     skipped: path -> why it was left out.
     others: folders that ALFWorld does not play by design: of other task types,
       with sliced or movable things.
@@ -85,6 +86,7 @@ class Games:
   """
 
   root: pathlib.Path
+  folders: Mapping[str, Mapping[str, Sequence[str]]]
   games: Mapping[str, Mapping[str, Mapping[int, Game]]]
   skipped: Mapping[str, str]
   others: int
@@ -171,18 +173,20 @@ def find(data: pathlib.Path) -> Games:
   """
   root = data / FOLDER
   known = _read_cache(root)
+  folders: dict[str, dict[str, list[str]]] = {
+    split: {name: [] for name in TYPES} for split in SPLITS
+  }
   games: dict[str, dict[str, dict[int, Game]]] = {
     split: {name: {} for name in TYPES} for split in SPLITS
   }
   skipped, fresh, others = {}, {}, 0
   for split in SPLITS:
-    places = dict.fromkeys(TYPES, 0)
     for path in _trials(root, split):
       name = path.split('/')[1].split('-')[0]
       if name not in TYPES or 'movable' in path or 'Sliced' in path:
         others += 1
         continue
-      place, places[name] = places[name], places[name] + 1
+      folders[split][name].append(path)
       stamp = _stamp(root / path)
       verdict = known.get(path, {}) if stamp else {}
       if verdict.get('stamp') != stamp or not stamp:
@@ -191,10 +195,11 @@ def find(data: pathlib.Path) -> Games:
       if 'why' in verdict:
         skipped[path] = verdict['why']
       else:
-        games[split][name][place] = Game(
+        games[split][name][len(folders[split][name]) - 1] = Game(
           path, verdict['syntax'], verdict['digest']
         )
-  found = Games(root, games, skipped, others, (data / MARKER).is_file())
+  generated = (data / MARKER).is_file()
+  found = Games(root, folders, games, skipped, others, generated)
   if fresh != known:
     _write_cache(root, fresh)
   if not any(any(found.counts(split)) for split in SPLITS):

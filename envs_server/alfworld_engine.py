@@ -100,10 +100,6 @@ class Engine:
     """Raises if the library is of no use."""
     self._library.check_goal()
 
-  def close(self) -> None:
-    """Unloads the library; nothing can be played any more."""
-    self._logic.fast_downward.close_lib(self._library)
-
   def _look_ahead(self) -> None:
     self.won = self._state.check_goal()
     self._actions = {}

@@ -11,6 +11,18 @@ os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.5'
 
 
+@pytest.fixture(scope='session')
+def alfworld_folder(tmp_path_factory):
+  """A generated ALFWorld game of every type and split; $ALFWORLD_DATA."""
+  from envs_server import alfworld_games
+
+  folder = tmp_path_factory.mktemp('alfworld')
+  for split in alfworld_games.SPLITS:
+    alfworld_games.generate(folder, per_type=1, split=split, seed=0)
+  os.environ['ALFWORLD_DATA'] = str(folder)
+  return folder
+
+
 @pytest.fixture(autouse=True, scope='module')
 def _let_programs_go():
   """Forgets what a file compiled.

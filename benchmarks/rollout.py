@@ -129,7 +129,7 @@ class Client:
     talk.respond((), (0,) * NEW, '', '')
     self.later = _text(talk, work.prompt)
 
-  def session(self, task, *, step_limit):
+  def session(self, task, *, step_limit, admissible=False):
     return Session(self, task.index)
 
 

@@ -133,14 +133,13 @@ class AlfWorld:
     return alfworld_data.find(alfworld_data.folder())
 
   def _solution(self, game: dict) -> tuple[str, ...]:
-    """The stored walkthrough in the words of the game, else the planner's."""
-    stored = game.get('walkthrough') or self._engine.plan()
+    """The stored walkthrough in the words of the game; empty without one."""
     form = _HOW[alfworld_data.syntax(game)]
     form = form.replace('X', r'\1').replace('Y', r'\2')
     # Walkthroughs of older data say `put`, in games that know `move` alone.
     return tuple(
       _PUT.sub(form, action) if _PUT.fullmatch(action) else action
-      for action in stored
+      for action in game.get('walkthrough') or ()
     )
 
   def _observe(self, text: str, **fields) -> env.Observation:
@@ -150,6 +149,10 @@ class AlfWorld:
       score=_FULL_SCORE if won else 0.0,
       success=won,
       terminated=won,
-      admissible=self._engine.admissible() if self._admissible else (),
+      admissible=self._listed() if self._admissible else (),
       **fields,
     )
+
+  def _listed(self) -> tuple[str, ...]:
+    # Without `help`, which is no help and is not shown to published agents.
+    return tuple(a for a in self._engine.admissible() if a != 'help')

@@ -61,6 +61,12 @@ def main() -> int:
         f'imitating the {len(shown)} demonstrations kept in {folder}; remove '
         'that folder to record new ones'
       )
+      lists = any(step.admissible for d in shown for step in d.steps)
+      if config.chat.admissible and not lists:
+        terminal.say(
+          'warning: chat.admissible=True, but those demonstrations hold no '
+          'lists of actions; remove that folder to record them with lists'
+        )
     except FileNotFoundError:
       tasks = env.tasks(config.env.train_split) * settings.repeats
       terminal.say(f'recording {len(tasks)} expert episodes')
@@ -73,6 +79,7 @@ def main() -> int:
           styles=settings.styles.to_dict(),
           detour_rate=settings.detour_rate,
           concurrency=env.client.workers,
+          admissible=config.chat.admissible,
           progress=lambda done, count: terminal.progress(
             f'recording: {done}/{count} expert episodes'
           ),

@@ -294,6 +294,7 @@ def chat_format(
     history=config.chat.history,
     max_context=config.chat.max_context,
     max_response=config.chat.max_response,
+    admissible=config.chat.admissible,
   )
 
 

@@ -6,6 +6,7 @@ Sampled ids are kept as they are: nothing is decoded and encoded again.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,6 +15,12 @@ from planpo_jax import tokenizer as tokenizer_lib
 from planpo_jax.prompts import actions
 
 CONTEXTS = ('conversation', 'window')
+
+# In place of the actions that a list has no room for.
+_MORE = '...'
+
+# Actions of a list that are encoded together before it is known how many fit.
+_FIRST_TRY = 64
 
 
 class PromptTooLongError(ValueError):
@@ -33,6 +40,7 @@ class Format:
     history: pairs kept in `window` context, turns.
     max_context: tokens a context and its response may fill.
     max_response: cap of a response, tokens.
+    admissible: prompts list the actions that can be taken now.
   """
 
   tokenizer: tokenizer_lib.Tokenizer
@@ -42,6 +50,7 @@ class Format:
   history: int
   max_context: int
   max_response: int
+  admissible: bool = False
 
   def begin(self, goal: str) -> Chat:
     return Chat(self, goal)
@@ -98,9 +107,22 @@ class Chat:
     self._closed = True  # The last message ended with <|im_end|>.
     self._carried = ''  # What the format shows again in `window` context.
     self.dropped_pairs = 0
+    self.cut_lists = 0  # Prompts whose list of actions is not whole.
 
-  def prompt(self, observation: str) -> tuple[list[int], list[int]]:
+  def prompt(
+    self, observation: str, admissible: Sequence[str] = ()
+  ) -> tuple[list[int], list[int]]:
     """Ids for the next response.
+
+    In `window` context a list stands below the current observation alone; in
+    `conversation`, where nothing said is taken back, it stays and takes up
+    context for good. What is too long loses history first, then the end of the
+    list, so that `max_response` tokens remain.
+
+    Args:
+      observation: what is seen now.
+      admissible: actions that can be taken now, in any order; listed, sorted,
+        if the format lists them and there are some.
 
     Returns:
       (context, prompt): all ids that precede the response, and the part of
@@ -110,18 +132,27 @@ class Chat:
       PromptTooLongError: context and one token of response do not fit
         `max_context`, even without history.
     """
+    # Environments promise no order, and the same state shall read the same.
+    able = sorted(set(admissible)) if self._fmt.admissible else []
+    shown = self._count_fitting(observation, able)
+    text = _listed(observation, able, shown)
+    kept = 0
+    if self._fmt.context == 'window':
+      kept = min(self._fmt.history, len(self._turns))
+    if shown < len(able):
+      self.cut_lists += 1
+      self.dropped_pairs += kept
+      kept = 0
+    new = self._new(text, kept)
+    while kept and not self._roomy(new):
+      kept -= 1
+      self.dropped_pairs += 1
+      new = self._new(text, kept)
+    context = new
     if self._fmt.context == 'conversation':
-      new = self._appended(observation)
       context = self._ids + new
-      self._check(context)
-      return context, new
-    for kept in range(min(self._fmt.history, len(self._turns)), -1, -1):
-      context = self._windowed(observation, kept)
-      if len(context) + self._fmt.max_response <= self._fmt.max_context:
-        break
-      self.dropped_pairs += kept > 0
     self._check(context)
-    return context, context
+    return context, new
 
   def respond(
     self,
@@ -148,6 +179,34 @@ class Chat:
         f'chat.max_context={self._fmt.max_context}; raise it, or shorten the '
         'task.'
       )
+
+  def _count_fitting(self, observation: str, able: Sequence[str]) -> int:
+    """How many actions of a list there is room for, without history.
+
+    A list may have thousands, which take a second to encode; so nothing is
+    tried that is more than twice as long as what fits.
+    """
+
+    def too_long(count: int) -> bool:
+      return not self._roomy(self._new(_listed(observation, able, count), 0))
+
+    fitting, tried = 0, min(_FIRST_TRY, len(able))
+    while fitting < len(able) and not too_long(tried):
+      fitting, tried = tried, min(2 * tried, len(able))
+    between = range(fitting + 1, tried)
+    return fitting + bisect.bisect_left(between, True, key=too_long)
+
+  def _roomy(self, new: Sequence[int]) -> bool:
+    """Whether a whole response fits after a prompt that ends in `new`."""
+    before = len(self._ids) if self._fmt.context == 'conversation' else 0
+    taken = before + len(new) + self._fmt.max_response
+    return taken <= self._fmt.max_context
+
+  def _new(self, text: str, kept: int) -> list[int]:
+    """What the prompt of this turn adds, with `kept` pairs of history."""
+    if self._fmt.context == 'conversation':
+      return self._appended(text)
+    return self._windowed(text, kept)
 
   def _head(self) -> list[int]:
     system = prompts.get(self._fmt.prompt).system
@@ -186,3 +245,16 @@ class Chat:
       *self._fmt.message('user', '\n'.join(lines)),
       *self._fmt.answer(),
     ]
+
+
+def _listed(observation: str, able: Sequence[str], count: int) -> str:
+  """An observation and, if `count` is not 0, a list of actions below it."""
+  return f'{observation}\n{list_actions(able, count)}' if count else observation
+
+
+def list_actions(able: Sequence[str], count: int | None = None) -> str:
+  """The line that lists actions, or the first `count` of them."""
+  shown = list(able[:count])
+  if len(shown) < len(able):
+    shown.append(_MORE)
+  return f'Actions you can take now: {"; ".join(shown)}'

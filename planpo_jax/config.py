@@ -34,6 +34,7 @@ _FREE = (
   'env.workers',
   'env.server_flags',
   'env.step_timeout_s',
+  'eval.splits',
   'mesh.data',
   'mesh.fsdp',
   'mesh.tensor',
@@ -113,7 +114,7 @@ def check(
   if config.eval.episodes < 0:
     raise ConfigError(
       f'eval.episodes={config.eval.episodes} must be at least 1, or 0 for '
-      'every task of env.eval_split once.'
+      'every task of a split once.'
     )
   if training:
     _check_group(config)
@@ -522,9 +523,11 @@ def check_workdir(
   # here: experiments import this package.
   from configs import base
 
-  defaults = _flatten(json.loads(base.get_config().to_json()))
-  theirs = defaults | _flatten(read(path))
   ours = _flatten(json.loads(config.to_json()))
+  defaults = _flatten(json.loads(base.get_config().to_json()))
+  # A key that ours does not have either, such as a style left out, has none.
+  theirs = {key: defaults[key] for key in defaults.keys() & ours.keys()}
+  theirs |= _flatten(read(path))
   differing = [
     f'{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now'
     for key in sorted(theirs.keys() | ours.keys())

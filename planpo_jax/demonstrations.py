@@ -1,7 +1,7 @@
 """Expert episodes: recorded through the service, stored as a TFDS dataset.
 
 A recorder plays the environment's own solution of a task, rewritten in one of
-three styles, with harmless detours and with a thought before every action, so
+four styles, with harmless detours and with a thought before every action, so
 that a policy that imitates the episodes succeeds at times, and in ways that
 differ in turns and in tokens: what PlanPO then tells apart.
 
@@ -10,6 +10,8 @@ Styles (an environment that lacks the commands plays `gold`):
   brisk: without needless `open door to X` and without `look around`.
   teleport: each walk through rooms becomes one `teleport to X`, and the `look
     around` after it is left out half of the time.
+  search: the solution goes straight to what it takes; here some other places
+    are looked into first, as by somebody who does not know where things are.
 
 The dataset is written and read by tensorflow-datasets, without TensorFlow.
 """
@@ -29,19 +31,27 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 
-from planpo_jax import env_client, episodes
+from planpo_jax import chat, env_client, episodes
 
-STYLES = ('brisk', 'gold', 'teleport')
+STYLES = ('brisk', 'gold', 'search', 'teleport')
 
 _log = logging.getLogger(__name__)
 
 _NAME = 'planpo_demonstrations'
-_VERSION = '1.0.0'
+_VERSION = '2.0.0'
 _RECIPE = (
   'Record them with `python launch/warmstart.py --config=configs/quickstart.py'
   ' --workdir=WORKDIR`, which keeps them in WORKDIR/demonstrations.'
@@ -49,13 +59,15 @@ _RECIPE = (
 
 # Commands that change nothing that a task asks for, by environment.
 _DETOURS = {
+  'alfworld': ('look', 'inventory'),
   'sciworld': ('look around', 'inventory', 'wait1'),
   'toy': ('look',),
 }
 # ScienceWorld simplifications without which a style has no commands to use.
 _STYLE_NEEDS = {'brisk': 'openDoors', 'teleport': 'teleportAction'}
-# How ScienceWorld answers an action that it did not carry out.
+# How environments answer an action that they did not carry out.
 _REFUSALS = (
+  'Nothing happens.',
   'No known action matches that input',
   'Ambiguous request',
   'The door is not open',
@@ -65,17 +77,32 @@ _REFUSALS = (
 _MANNER_NOISE = 0.15
 _OBJECTIVE_WORDS = 40
 
+# Most places that `search` looks into before one thing is taken.
+_SEARCHES = 3
+
 _OPEN_DOOR = re.compile(r'open door to (.+)')
 _GO = re.compile(r'go to (.+)')
 
 
+_PLACE = re.compile(r'\ban? ([a-z]+ \d+)')
+_TAKE = re.compile(r'take ((.+?)(?: \d+)?) from .+')
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """What was seen, and the thought and the action that followed."""
+  """What was seen, and the thought and the action that followed.
+
+  Attributes:
+    observation: the text alone.
+    thought: in words.
+    action: as it was sent.
+    admissible: actions that could be taken then; empty if not asked for.
+  """
 
   observation: str
   thought: str
   action: str
+  admissible: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,21 +132,31 @@ class Move:
     action: what to play.
     fallback: the part of the solution it stands for, played when the
       environment refuses the action; empty where both are the same.
+    place: where the action leads, if it shall be opened next where it is
+      closed; empty otherwise.
+    kind: of the thing that is looked for there; empty for a move that is part
+      of the solution.
   """
 
   action: str
   fallback: tuple[str, ...] = ()
+  place: str = ''
+  kind: str = ''
 
 
 def rewrite(
-  actions: Sequence[str], style: str, rng: np.random.Generator
+  actions: Sequence[str],
+  style: str,
+  rng: np.random.Generator,
+  places: Sequence[str] = (),
 ) -> tuple[Move, ...]:
   """Returns a solution in another style.
 
   Args:
     actions: the solution as the environment gives it.
     style: one of `STYLES`.
-    rng: drawn from for `teleport` only.
+    rng: drawn from for `search` and `teleport` only.
+    places: that `search` may look into.
 
   Raises:
     ValueError: unknown style.
@@ -130,6 +167,8 @@ def rewrite(
     return _rewrite_brisk(actions)
   if style == 'teleport':
     return _rewrite_teleport(actions, rng)
+  if style == 'search':
+    return _rewrite_search(actions, rng, places)
   raise ValueError(f'Unknown style {style!r}; the styles are {STYLES}.')
 
 
@@ -173,11 +212,49 @@ def _rewrite_teleport(
   return tuple(moves)
 
 
+def _rewrite_search(
+  actions: Sequence[str], rng: np.random.Generator, places: Sequence[str]
+) -> tuple[Move, ...]:
+  moves: list[Move] = []
+  unseen = [places[i] for i in rng.permutation(len(places))]
+  left = collections.deque(actions)
+  while left:
+    action = left.popleft()
+    place = ''
+    if go := _GO.fullmatch(action):
+      unseen = [other for other in unseen if other != go[1]]
+      if kind := _taken_there(left):
+        count = int(rng.integers(_SEARCHES + 1))
+        visits, unseen = unseen[:count], unseen[count:]
+        moves += [Move(f'go to {visit}', (), visit, kind) for visit in visits]
+      if left and left[0] == f'open {go[1]}':
+        # It is open already, if somebody looked into it before.
+        left.popleft()
+        place = go[1]
+    moves.append(Move(action, (), place))
+  return tuple(moves)
+
+
+def _taken_there(actions: Iterable[str]) -> str:
+  """The kind of thing that is taken before one goes on; empty if none is."""
+  for action in actions:
+    if take := _TAKE.fullmatch(action):
+      return take[2]
+    if _GO.fullmatch(action):
+      break
+  return ''
+
+
+def _shown(kind: str, text: str) -> set[str]:
+  """Things of a kind that a text names, such as `mug 2`."""
+  return set(re.findall(rf'\b{re.escape(kind)} \d+\b', text))
+
+
 def _playable_style(style: str, task: episodes.Task) -> str:
   """Returns `style`, or `gold` where the task has no commands for it."""
-  if style == 'gold':
+  if style == 'gold' or (style, task.env) == ('search', 'alfworld'):
     return style
-  if task.env != 'sciworld':
+  if style == 'search' or task.env != 'sciworld':
     return 'gold'
   given = dict(task.options).get('simplifications', '').split(',')
   allowed = {name.strip() for name in given}
@@ -196,36 +273,67 @@ class _Phrase:
   terse: tuple[str, ...]
 
 
-_PHRASES = tuple(
-  _Phrase(re.compile(pattern), plan, terse)
-  for pattern, plan, terse in (
+def _phrases(
+  *rows: tuple[str, str, tuple[str, ...]],
+) -> tuple[_Phrase, ...]:
+  return tuple(_Phrase(re.compile(row[0]), *row[1:]) for row in rows)
+
+
+# By environment; before those of all.
+_OWN_PHRASES = {
+  'alfworld': _phrases(
+    (r'open (.+)', 'open the {0}', ('Open it.', 'What is in it?')),
+    (r'close (.+)', 'close the {0}', ('Close it.', 'Shut it again.')),
     (
-      r'(?:go|teleport) to (.+)',
-      'go to the {0}',
-      ('To the {0}.', 'Now the {0}.'),
-    ),
-    (_OPEN_DOOR.pattern, 'open the door to the {0}', ('Open the door.',)),
-    (r'focus on (.+)', 'focus on the {0}', ('Now focus.', 'Focus on it.')),
-    (
-      r'move (.+) to (.+)',
-      'move the {0} to the {1}',
-      ('Move it.', 'Now move it.'),
+      r'take (.+) from (.+)',
+      'take the {0} from the {1}',
+      ('Take it.', 'Take the {0}.'),
     ),
     (
-      r'(?:pick up|take) (.+)',
-      'pick up the {0}',
-      ('Pick it up.', 'Take it.'),
+      r'(?:move|put) (.+) (?:to|in|on|in/on|into) (.+)',
+      'put the {0} in or on the {1}',
+      ('Put it there.', 'It belongs here.'),
     ),
-    (r'look(?: around)?', 'look around', ('Look around.', 'What is here?')),
-    (r'inventory', 'check the inventory', ('Check the inventory.',)),
-    (r'wait\d*', 'wait a moment', ('Wait a bit.', 'Just wait.')),
-  )
+    (r'use (.+)', 'turn on the {0}', ('Turn it on.', 'Use the {0}.')),
+    (
+      r'(clean|heat|cool) (.+) with (.+)',
+      '{0} the {1} with the {2}',
+      ('Now {0} it.', 'Use the {2}.'),
+    ),
+    (
+      r'examine (.+)',
+      'look closely at the {0}',
+      ('Look closely.', 'Examine it.'),
+    ),
+  ),
+}
+_PHRASES = _phrases(
+  (
+    r'(?:go|teleport) to (.+)',
+    'go to the {0}',
+    ('To the {0}.', 'Now the {0}.'),
+  ),
+  (_OPEN_DOOR.pattern, 'open the door to the {0}', ('Open the door.',)),
+  (r'focus on (.+)', 'focus on the {0}', ('Now focus.', 'Focus on it.')),
+  (
+    r'move (.+) to (.+)',
+    'move the {0} to the {1}',
+    ('Move it.', 'Now move it.'),
+  ),
+  (
+    r'(?:pick up|take) (.+)',
+    'pick up the {0}',
+    ('Pick it up.', 'Take it.'),
+  ),
+  (r'look(?: around)?', 'look around', ('Look around.', 'What is here?')),
+  (r'inventory', 'check the inventory', ('Check the inventory.',)),
+  (r'wait\d*', 'wait a moment', ('Wait a bit.', 'Just wait.')),
 )
 
 
-def _word_action(action: str) -> tuple[str, tuple[str, ...]]:
+def _word_action(action: str, env: str) -> tuple[str, tuple[str, ...]]:
   """Returns the plan (an infinitive) and the terse thoughts of an action."""
-  for phrase in _PHRASES:
+  for phrase in (*_OWN_PHRASES.get(env, ()), *_PHRASES):
     if match := phrase.pattern.fullmatch(action):
       groups = match.groups()
       terse = tuple(text.format(*groups) for text in phrase.terse)
@@ -238,8 +346,8 @@ def _objective(goal: str) -> str:
   """Returns a goal as an infinitive: 'find a plant, then move it to ...'."""
   sentences = re.split(r'(?<=\.)\s+', goal.strip())
   first = sentences[0].rstrip('.')
-  if first.startswith('Your task is to '):
-    first = first.removeprefix('Your task is to ')
+  if task := re.fullmatch(r'Your task is to:? (.+)', first, re.DOTALL):
+    first = task[1]
   else:
     first = f'reach this goal: {first}'
   more = [
@@ -254,10 +362,16 @@ def _objective(goal: str) -> str:
 
 
 def _think(
-  goal: str, action: str, *, wordy: bool, first: bool, rng: np.random.Generator
+  goal: str,
+  action: str,
+  env: str,
+  *,
+  wordy: bool,
+  first: bool,
+  rng: np.random.Generator,
 ) -> str:
   """Words why `action` comes next, from the goal and the action alone."""
-  plan, terse = _word_action(action)
+  plan, terse = _word_action(action, env)
   if rng.random() < _MANNER_NOISE:
     wordy = not wordy
   if not wordy:
@@ -311,6 +425,7 @@ async def record(
   styles: Mapping[str, float],
   detour_rate: float,
   concurrency: int,
+  admissible: bool = False,
   progress: Callable[[int, int], None] | None = None,
 ) -> list[Demonstration]:
   """Plays an expert episode of each task and keeps those that reach the goal.
@@ -328,6 +443,7 @@ async def record(
     styles: weight of each style in the draw, one draw an episode.
     detour_rate: probability of one harmless action before each action.
     concurrency: episodes played at once.
+    admissible: whether steps keep the actions that could be taken.
     progress: called with (episodes done, episodes in all) after each.
 
   Returns:
@@ -359,6 +475,7 @@ async def record(
           style=_playable_style(style, task),
           step_limit=step_limit,
           detour_rate=detour_rate,
+          admissible=admissible,
           rng=rng,
         )
       except env_client.EnvFault as error:
@@ -392,33 +509,65 @@ async def record(
   return [kept[index] for index in sorted(kept)]
 
 
+class _FoundError(Exception):
+  """What is looked for is at a place that the solution does not go to."""
+
+
 async def _play(
+  client: env_client.EnvClient, task: episodes.Task, **how: Any
+) -> Demonstration | str:
+  """Plays one episode; returns it, or the cause for which it is refused."""
+  avoided: set[str] = set()
+  while True:
+    try:
+      # From its start, and without the place: nobody would go on past what he
+      # looks for.
+      return await _play_once(client, task, avoided=avoided, **how)
+    except _FoundError as error:
+      avoided.add(str(error))
+
+
+async def _play_once(
   client: env_client.EnvClient,
   task: episodes.Task,
   *,
   style: str,
   step_limit: int,
   detour_rate: float,
+  admissible: bool,
+  avoided: Collection[str],
   rng: np.random.Generator,
 ) -> Demonstration | str:
-  """Plays one episode; returns it, or the cause for which it is refused."""
-  session = client.session(task, step_limit=step_limit, expert=True)
+  """As `_play`, with no search at the places in `avoided`.
+
+  Raises:
+    _FoundError: names another place not to search.
+  """
+  session = client.session(
+    task, step_limit=step_limit, expert=True, admissible=admissible
+  )
   try:
     seen = await session.reset()
     goal = seen.goal
     if not seen.expert_actions:
       return 'without a solution'
-    moves = collections.deque(rewrite(seen.expert_actions, style, rng))
+    places = [p for p in _PLACE.findall(seen.text) if p not in avoided]
+    moves = collections.deque(rewrite(seen.expert_actions, style, rng, places))
     detours = _DETOURS.get(task.env, ())
     wordy = bool(rng.random() < 0.5)
     steps: list[Step] = []
 
     async def act(action: str) -> episodes.Observation:
-      thought = _think(goal, action, wordy=wordy, first=not steps, rng=rng)
-      steps.append(Step(seen.text, thought, action))
+      thought = _think(
+        goal, action, task.env, wordy=wordy, first=not steps, rng=rng
+      )
+      steps.append(Step(seen.text, thought, action, seen.admissible))
       return await session.step(action)
 
     while moves and seen.ending is None:
+      if moves[0].kind and _known(moves[0].kind, steps, seen.text):
+        moves.popleft()  # Nobody looks for what he has seen.
+        continue
       if detours and rng.random() < detour_rate:
         seen = await act(detours[rng.integers(len(detours))])
         if seen.ending is not None:
@@ -427,11 +576,22 @@ async def _play(
       seen = await act(move.action)
       if seen.text.startswith(_REFUSALS):
         moves.extendleft(Move(action) for action in reversed(move.fallback))
+      elif move.kind and _shown(move.kind, seen.text):
+        raise _FoundError(move.place)
+      elif move.place and f'The {move.place} is closed.' in seen.text:
+        moves.appendleft(dataclasses.replace(move, action=f'open {move.place}'))
   finally:
     await session.close()
   if not seen.success:
     return 'without success'
   return Demonstration(task, goal, style, tuple(steps), seen.score)
+
+
+def _known(kind: str, steps: Sequence[Step], text: str) -> bool:
+  """Whether a thing of this kind was seen that has not been taken."""
+  taken = {take[1] for step in steps if (take := _TAKE.fullmatch(step.action))}
+  texts = [step.observation for step in steps] + [text]
+  return any(_shown(kind, text) - taken for text in texts)
 
 
 class PlanpoDemonstrations(tfds.core.GeneratorBasedBuilder):
@@ -461,7 +621,14 @@ class PlanpoDemonstrations(tfds.core.GeneratorBasedBuilder):
           'goal': text,
           'style': text,
           'steps': tfds.features.Sequence(
-            {'observation': text, 'thought': text, 'action': text}
+            {
+              'observation': text,
+              'thought': text,
+              'action': text,
+              # A list of JSON: lists within lists are not for TFDS to read
+              # without TensorFlow.
+              'admissible': text,
+            }
           ),
           # Floats are stored in 32 bits; their text keeps all 64.
           'score': text,
@@ -490,7 +657,11 @@ class PlanpoDemonstrations(tfds.core.GeneratorBasedBuilder):
           ],
           'goal': demonstration.goal,
           'style': demonstration.style,
-          'steps': [dataclasses.asdict(step) for step in demonstration.steps],
+          'steps': [
+            dataclasses.asdict(step)
+            | {'admissible': json.dumps(step.admissible)}
+            for step in demonstration.steps
+          ],
           'score': repr(float(demonstration.score)),
         },
       )
@@ -553,8 +724,15 @@ def read(data_dir: str | os.PathLike[str]) -> list[Demonstration]:
     FileNotFoundError: there are none.
     ValueError: they are damaged, or were written in another format.
   """
-  folder = pathlib.Path(data_dir) / _NAME / _VERSION
+  root = pathlib.Path(data_dir) / _NAME
+  folder = root / _VERSION
   if not folder.is_dir():
+    if other := sorted(path.name for path in root.glob('*.*.*')):
+      raise ValueError(
+        f'The demonstrations in {root} are of version {", ".join(other)}, and'
+        f' version {_VERSION} is what is read here. Delete that folder.'
+        f' {_RECIPE}'
+      )
     raise FileNotFoundError(
       f'No demonstrations (version {_VERSION}) in {os.fspath(data_dir)!r}.'
       f' {_RECIPE}'
@@ -595,9 +773,18 @@ def _parse(row: Mapping[str, object]) -> Demonstration:
     goal=row['goal'].decode(),
     style=row['style'].decode(),
     steps=tuple(
-      Step(observation.decode(), thought.decode(), action.decode())
-      for observation, thought, action in zip(
-        steps['observation'], steps['thought'], steps['action'], strict=True
+      Step(
+        observation.decode(),
+        thought.decode(),
+        action.decode(),
+        tuple(json.loads(admissible)),
+      )
+      for observation, thought, action, admissible in zip(
+        steps['observation'],
+        steps['thought'],
+        steps['action'],
+        steps['admissible'],
+        strict=True,
       )
     ),
     score=float(row['score']),
@@ -610,3 +797,5 @@ def corpus(demonstrations: Sequence[Demonstration]) -> Iterator[str]:
     yield demonstration.goal
     for step in demonstration.steps:
       yield from (step.observation, step.thought, step.action)
+      if step.admissible:
+        yield chat.list_actions(sorted(set(step.admissible)))

@@ -22,7 +22,8 @@ and each further line is one episode, in the order played:
   recoveries how often its environment was lost and brought back
   dropped_pairs  pairs of history left out of prompts that were too long
   turns      a list of
-    observation    text that the policy saw before it responded
+    observation    text that the policy saw before it responded; a list of
+                   admissible actions below it is in prompt_ids alone
     prompt_ids     token ids put before the response
     response_ids   token ids exactly as sampled, end token included
     response_logps log-probability (nats) of each, finite

@@ -38,7 +38,7 @@ def to_episode(
     text = f'<think>{step.thought}</think><action>{step.action}</action>'
     response_ids = [*fmt.tokenizer.encode(text), fmt.tokenizer.im_end]
     try:
-      context, prompt_ids = talk.prompt(step.observation)
+      context, prompt_ids = talk.prompt(step.observation, step.admissible)
     except chat.PromptTooLongError:
       return None
     if (

@@ -33,6 +33,9 @@ _TAIL = 0.9
 # Times that an episode lost to a fault is played again from its start.
 _REFILLS = 2
 
+# Stats that add up; the others are means over time.
+_SUMS = ('wall_s', 'tail_s', 'prefilled_tokens', 'refills', 'cut_lists')
+
 # Kinds of spans in which an episode waits for its environment.
 _ELSEWHERE = ('reset', 'env')
 
@@ -68,6 +71,7 @@ class Stats:
       for environments with nothing to compute.
     refills: times that an episode was played again from its start, because a
       fault had ended it.
+    cut_lists: prompts that had no room for all of the admissible actions.
   """
 
   wall_s: float
@@ -81,6 +85,7 @@ class Stats:
   prefilled_tokens: int
   overhead_share: float
   refills: int = 0
+  cut_lists: int = 0
 
   def scalars(self) -> dict[str, float]:
     return {
@@ -111,7 +116,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
 
   def combine(name: str) -> float:
     values = [getattr(s, name) for s in stats]
-    if name in ('wall_s', 'tail_s', 'prefilled_tokens', 'refills'):
+    if name in _SUMS:
       return sum(values)
     return (
       sum(v * s.wall_s for v, s in zip(values, stats, strict=True)) / total_s
@@ -234,7 +239,9 @@ async def collect(
     task: episodes.Task, member: int, preface: str, until_s: float
   ) -> _Game:
     """Plays once, until `ledger.now()` is `until_s`; 0: `deadline_s` on."""
-    session = client.session(task, step_limit=max_turns)
+    session = client.session(
+      task, step_limit=max_turns, admissible=fmt.admissible
+    )
     game = _Game(session, fmt, task, member, seed, preface)
     try:
       with ledger.span('reset'):
@@ -373,7 +380,9 @@ class _Game:
     while self._seen.ending is None:
       seen, turn = self._seen, len(self._turns)
       try:
-        context, prompt_ids = talk.prompt(seen.text)
+        cut_lists = talk.cut_lists
+        context, prompt_ids = talk.prompt(seen.text, seen.admissible)
+        decoder.ledger.cut_lists += talk.cut_lists - cut_lists
       except chat.PromptTooLongError as error:
         if not turn:
           raise chat.PromptTooLongError(f'{self._task}: {error}') from error
@@ -533,6 +542,7 @@ class _Ledger:
   Attributes:
     elsewhere: episodes that wait for their environment now.
     refills: episodes that were begun again.
+    cut_lists: see `Stats`.
   """
 
   def __init__(self, policy_sampler: sampler.Sampler, slots: int, jobs: int):
@@ -545,6 +555,7 @@ class _Ledger:
     self._spans: list[tuple[str, float, float]] = []
     self.elsewhere = 0
     self.refills = 0
+    self.cut_lists = 0
 
   def now(self) -> float:
     """Seconds since the collection began."""
@@ -599,6 +610,7 @@ class _Ledger:
       prefilled_tokens=done.prefilled_tokens,
       overhead_share=max(0.0, 1 - busy_s / wall_s),
       refills=self.refills,
+      cut_lists=self.cut_lists,
     )
 
   def _waited_s(self) -> float:

@@ -198,6 +198,18 @@ def test_a_run_that_did_not_know_a_key_had_its_default(tmp_path):
     config_lib.check_workdir(tmp_path, config)
 
 
+def test_a_run_resumes_with_styles_that_a_config_file_chose(tmp_path):
+  config = smoke()
+  config.warmstart.styles = {'gold': 0.5, 'search': 0.5}
+  (tmp_path / 'config.json').write_text(config.to_json())
+  (tmp_path / 'eval_before.json').write_text('{}')
+  config_lib.check_workdir(tmp_path, config)
+  with pytest.raises(
+    config_lib.ConfigError, match='styles.search: 0.5 there, None now'
+  ):
+    config_lib.check_workdir(tmp_path, smoke())
+
+
 def test_bad_presets_are_told(monkeypatch):
   with pytest.raises(ValueError, match="'grop' is unknown.*mean 'grpo'"):
     quickstart.get_config('grop')
@@ -494,7 +506,7 @@ def test_an_environment_that_is_broken_leaves_the_others(tmp_path):
   assert done.stderr.count('envs_server.torn is left out') == 1
   last = done.stderr.splitlines()[-1]
   assert last.endswith(
-    "unknown environment 'broken'; known: sciworld, toy, well."
+    "unknown environment 'broken'; known: alfworld, sciworld, toy, well."
   )
 
 

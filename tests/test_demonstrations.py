@@ -1,6 +1,7 @@
 """Demonstrations: what is played, what is kept, what comes back from disk."""
 
 import asyncio
+import collections
 import dataclasses
 import logging
 import re
@@ -81,7 +82,7 @@ class FakeClient:
     self.losing = losing
     self.sessions = []
 
-  def session(self, task, *, step_limit, expert):
+  def session(self, task, *, step_limit, expert, admissible):
     assert expert
     assert step_limit == SETTINGS['step_limit']
     self.sessions.append(FakeSession(self, task))
@@ -192,6 +193,8 @@ def test_teleport_keeps_a_door_that_is_not_walked_through():
     ('sciworld', 'openDoors', 'brisk', 'brisk'),
     ('sciworld', '', 'brisk', 'gold'),
     ('other', 'easy', 'teleport', 'gold'),
+    ('sciworld', 'easy', 'search', 'gold'),
+    ('alfworld', 'easy', 'teleport', 'gold'),
   ],
 )
 def test_a_style_without_its_commands_falls_back_to_gold(
@@ -205,6 +208,241 @@ def test_a_style_without_its_commands_falls_back_to_gold(
     assert actions_of(demonstration) == list(GOLD)
   else:
     assert 'open door to hallway' not in actions_of(demonstration)
+
+
+# --- Searching.
+
+HOUSE = {
+  'shelf 1': 'On the shelf 1, you see a mug 3.',
+  'desk 1': 'On the desk 1, you see a pen 1.',
+  'drawer 1': 'The drawer 1 is open. In it, you see a pencil 2, and a pen 4.',
+  'drawer 2': 'The drawer 2 is open. In it, you see a mug 2.',
+  'drawer 3': 'The drawer 3 is open. In it, you see nothing.',
+  'bed 1': 'On the bed 1, you see a pillow 1.',
+}
+START = (
+  'You are in the middle of a room. Looking quickly around you, you see a bed'
+  ' 1, a desk 1, a drawer 3, a drawer 2, a drawer 1, and a shelf 1.\n\nYour'
+  ' task is to: put a pen in bed.'
+)
+PLAN = (
+  *('go to drawer 1', 'open drawer 1', 'take pencil 2 from drawer 1'),
+  *('go to bed 1', 'move pencil 2 to bed 1'),
+)
+ROOM = episodes.Task('alfworld', 'train', 0, 'pick_and_place_simple')
+
+
+class Room:
+  """A part of ALFWorld: places, some of them closed, and things on them.
+
+  Won by the last action of `plan`. Things that are moved show nowhere.
+  """
+
+  def __init__(self, plan, house):
+    self._plan, self._house = plan, dict(house)
+    self._closed = {place for place in house if place.startswith('drawer')}
+    self._at = ''
+    self.played = []
+
+  async def reset(self):
+    return episodes.Observation(
+      START,
+      goal='Your task is to: put a pen in bed.',
+      expert_actions=self._plan,
+    )
+
+  async def step(self, action):
+    self.played.append(action)
+    verb, _, rest = action.partition(' ')
+    text = 'Nothing happens.'
+    if verb == 'go' and rest != f'to {self._at}':
+      self._at = rest.removeprefix('to ')
+      seen = self._house[self._at]
+      if self._at in self._closed:
+        seen = f'The {self._at} is closed.'
+      text = f'You arrive at {self._at}. {seen}'
+    elif verb == 'open' and rest == self._at and self._at in self._closed:
+      self._closed.remove(self._at)
+      text = f'You open the {self._at}. {self._house[self._at]}'
+    elif verb == 'take':
+      thing = rest.partition(' from ')[0]
+      if self._at not in self._closed and thing in self._house[self._at]:
+        self._house[self._at] = f'On the {self._at}, you see nothing.'
+        text = f'You pick up the {thing} from the {self._at}.'
+    elif verb == 'move':
+      text = f'You move the {rest.replace(" to ", " to the ")}.'
+    elif action in ('look', 'inventory'):
+      text = f'You do {action}.'
+    won = action == self._plan[-1]
+    return episodes.Observation(
+      text,
+      score=100.0 * won,
+      success=won,
+      ending=episodes.Ending.TERMINATED if won else None,
+    )
+
+  async def close(self):
+    pass
+
+
+class House:
+  def __init__(self, plan=PLAN, house=HOUSE):
+    self._plan, self._house = plan, house
+    self.rooms = []
+
+  def session(self, task, **how):
+    self.rooms.append(Room(self._plan, self._house))
+    return self.rooms[-1]
+
+
+def search(client, count=300, **changes):
+  return record(client, [ROOM] * count, styles={'search': 1}, **changes)
+
+
+def seen_at(demonstration):
+  """{place: what was seen there last}, in order, up to what is taken."""
+  found, at = {}, ''
+  steps = demonstration.steps
+  for step, after in zip(steps, steps[1:], strict=False):
+    if step.action.startswith('take '):
+      return found
+    if step.action.startswith('go to '):
+      at = step.action.removeprefix('go to ')
+      assert at not in found
+    if at and step.action.split()[0] in ('go', 'open'):
+      found[at] = after.observation
+  raise AssertionError('nothing was taken')
+
+
+def test_search_looks_into_other_places_first_each_once():
+  kept = search(House())
+  assert len(kept) == 300
+  visits = []
+  for one in kept:
+    assert one.style == 'search' and one.score == 100.0
+    assert 'Nothing happens.' not in [step.observation for step in one.steps]
+    places = seen_at(one)
+    # What is closed is opened, and gone on from.
+    assert not any('closed' in text for text in places.values())
+    *before, last = places
+    assert last == 'drawer 1'
+    visits.append(before)
+    # Then as the solution goes on.
+    assert actions_of(one)[-3:] == list(PLAN[-3:])
+  counts = [sum(len(v) == n for v in visits) for n in range(4)]
+  assert sum(counts) == 300 and min(counts) > 40
+  others = {'bed 1', 'desk 1', 'drawer 2', 'drawer 3', 'shelf 1'}
+  assert {place for before in visits for place in before} == others
+
+
+def test_nobody_searches_on_past_what_is_wanted():
+  """A pencil lies on the desk as well, and one in a closed drawer."""
+  other = HOUSE | {
+    'desk 1': 'On the desk 1, you see a pencil 1.',
+    'drawer 3': 'The drawer 3 is open. In it, you see a pencil 7.',
+  }
+  client = House(house=other)
+  kept = search(client)
+  # They were gone to, but such an episode is begun again without.
+  assert len(client.rooms) > len(kept) == 300
+  assert any('go to drawer 3' in room.played for room in client.rooms)
+  for one in kept:
+    assert not {'desk 1', 'drawer 3'} & seen_at(one).keys()
+    first = [s.observation for s in one.steps].index(
+      'You open the drawer 1. ' + other['drawer 1']
+    )
+    assert not any('pencil' in s.observation for s in one.steps[:first])
+
+
+def test_what_was_seen_before_is_not_searched_for():
+  """Two pencils: the second was seen as the first was taken."""
+  plan = (
+    *PLAN[:-1],
+    'move pencil 2 to bed 1',
+    'go to desk 1',
+    'take pencil 1 from desk 1',
+    'go to bed 1',
+    'move pencil 1 to bed 1',
+  )
+  both = HOUSE | {
+    'drawer 1': 'The drawer 1 is open. In it, you see a pencil 1, a pencil 2.',
+    'desk 1': 'On the desk 1, you see a pencil 1.',
+  }
+  for one in search(House(plan, both), 60):
+    actions = actions_of(one)
+    second = actions[actions.index('move pencil 2 to bed 1') + 1 :]
+    assert second == list(plan[5:])
+  apart = both | {'drawer 1': HOUSE['drawer 1']}
+  later = []
+  for one in search(House(plan, apart), 60):
+    actions = actions_of(one)
+    later.append(actions[actions.index('move pencil 2 to bed 1') + 1 :])
+    # Nor is a place looked into twice, or again after it was taken from.
+    times = collections.Counter(actions)
+    assert times['go to drawer 1'] == times['go to desk 1'] == 1
+    for place in ('drawer 2', 'drawer 3', 'shelf 1'):
+      assert times[f'go to {place}'] <= 1
+  assert any(len(actions) > 4 for actions in later)
+
+
+def test_a_search_is_decided_by_the_seed():
+  kept = search(House(), 20, detour_rate=0.3)
+  assert search(House(), 20, detour_rate=0.3, concurrency=5) == kept
+  assert search(House(), 20, detour_rate=0.3, seed=4) != kept
+  assert {'look', 'inventory'} <= {a for one in kept for a in actions_of(one)}
+
+
+def test_search_opens_only_what_the_solution_opens():
+  """A place that the solution uses closed stays closed."""
+  plan = (*PLAN[:3], 'go to drawer 2', 'go to bed 1', 'move pencil 2 to bed 1')
+  rng = np.random.default_rng(0)
+  moves = demonstrations.rewrite(plan, 'search', rng)
+  assert [move.action for move in moves] == [
+    *('go to drawer 1', 'take pencil 2 from drawer 1'),
+    *('go to drawer 2', 'go to bed 1', 'move pencil 2 to bed 1'),
+  ]
+  assert [move.place for move in moves] == ['drawer 1', '', '', '', '']
+
+
+def test_thoughts_on_the_commands_of_alfworld():
+  kept = search(House(), 100, detour_rate=0.2)
+  thoughts = {step.thought for one in kept for step in one.steps}
+  for plan in (
+    'go to the drawer 1',
+    'open the drawer 1',
+    'take the pencil 2 from the drawer 1',
+    'put the pencil 2 in or on the bed 1',
+    'look around',
+    'check the inventory',
+  ):
+    assert f'My task is to put a pen in bed. I should now {plan}.' in thoughts
+  assert {'Open it.', 'What is in it?', 'Put it there.'} <= thoughts
+
+
+@pytest.mark.parametrize(
+  'action, plan',
+  [
+    ('put mug 1 in/on shelf 2', 'put the mug 1 in or on the shelf 2'),
+    ('use desklamp 1', 'turn on the desklamp 1'),
+    ('clean mug 1 with sinkbasin 1', 'clean the mug 1 with the sinkbasin 1'),
+    ('cool mug 1 with fridge 1', 'cool the mug 1 with the fridge 1'),
+    ('close fridge 1', 'close the fridge 1'),
+    ('examine mug 1', 'look closely at the mug 1'),
+  ],
+)
+def test_plans_of_single_commands(action, plan):
+  class Open(Room):
+    async def step(self, action):
+      after = await super().step(action)
+      return dataclasses.replace(after, text='You do something.')
+
+  class OpenHouse(House):
+    def session(self, task, **how):
+      return Open(self._plan, HOUSE)
+
+  kept = record(OpenHouse((action,)), [ROOM] * 20)
+  wordy = [one.steps[0].thought for one in kept]
+  assert any(plan in thought for thought in wordy)
 
 
 # --- Recording.
@@ -232,7 +470,11 @@ def test_stops_where_the_environment_ends_the_episode():
 
 @pytest.mark.parametrize(
   'refusal',
-  ['The door is not open.', 'No known action matches that input.'],
+  [
+    'The door is not open.',
+    'No known action matches that input.',
+    'Nothing happens.',
+  ],
 )
 def test_a_refused_action_is_followed_by_the_solution(refusal):
   client = FakeClient(answers={'go to hallway': refusal})
@@ -300,7 +542,7 @@ def test_no_more_episodes_at_once_than_asked_for():
       open_now.discard(self)
 
   class CountingClient(FakeClient):
-    def session(self, task, *, step_limit, expert):
+    def session(self, task, **how):
       return Counting(self, task)
 
   record(CountingClient(), numbered(*range(9)), concurrency=3)
@@ -373,10 +615,10 @@ def test_bad_settings_are_named_before_anything_is_played(changes, message):
 
 def test_a_refused_task_ends_the_recording_with_its_own_error():
   class Refusing(FakeClient):
-    def session(self, task, *, step_limit, expert):
+    def session(self, task, **how):
       if task.index == 1:
         raise ValueError('index 1 is not in split test')
-      return super().session(task, step_limit=step_limit, expert=expert)
+      return super().session(task, **how)
 
   client = Refusing(delays={0: 30})
   with pytest.raises(ValueError, match='index 1 is not in split test'):
@@ -437,6 +679,10 @@ def test_only_the_first_step_is_called_the_first():
     ),
     ('Win.', 'reach this goal: Win'),
     (
+      'Your task is to: put a clean mug in shelf.',
+      'put a clean mug in shelf',
+    ),
+    (
       f'Your task is to boil water. Then, {"wait " * 40}here.',
       'boil water',
     ),
@@ -448,7 +694,7 @@ def test_objective_of_a_goal(goal, objective):
       return dataclasses.replace(await super().reset(), goal=goal)
 
   class ElsewhereClient(FakeClient):
-    def session(self, task, *, step_limit, expert):
+    def session(self, task, **how):
       return Elsewhere(self, task)
 
   kept = record(ElsewhereClient(), numbered(*range(10)))
@@ -485,7 +731,7 @@ def stored():
     demonstrations.Demonstration(
       dataclasses.replace(TASK, index=index, seed=-index * 2**40),
       goal=odd[index % len(odd)],
-      style=demonstrations.STYLES[index % 3],
+      style=demonstrations.STYLES[index % 4],
       steps=steps[: 1 + index % len(steps)],
       score=100 / (3 + index),
     )
@@ -514,7 +760,7 @@ def test_writes_nothing_but_the_dataset(tmp_path, stored, capfd, monkeypatch):
   demonstrations.write(tmp_path / 'data', stored[:2])
   assert [path.name for path in tmp_path.iterdir()] == ['data']
   (dataset,) = (tmp_path / 'data').iterdir()
-  assert [path.name for path in dataset.iterdir()] == ['1.0.0']
+  assert [path.name for path in dataset.iterdir()] == ['2.0.0']
   assert capfd.readouterr() == ('', '')
 
 
@@ -543,6 +789,24 @@ def test_nothing_to_write(tmp_path):
   with pytest.raises(ValueError, match='at least one is needed'):
     demonstrations.write(tmp_path / 'data', [])
   assert not (tmp_path / 'data').exists()
+
+
+def test_a_dataset_of_another_version_is_told_of(tmp_path, stored):
+  demonstrations.write(tmp_path, stored[:2])
+  (path,) = tmp_path.glob('*/2.0.0')
+  path.rename(path.with_name('1.0.0'))
+  with pytest.raises(
+    ValueError, match=r'of version 1\.0\.0, and version 2\.0\.0.*Delete'
+  ):
+    demonstrations.read(tmp_path)
+
+
+def test_lists_of_actions_come_back(tmp_path):
+  lists = (('a', 'é "b"'), (), ('with\nline; and', ''), tuple('x' * 3000))
+  steps = [demonstrations.Step('seen', 'hm', 'go', able) for able in lists]
+  one = demonstrations.Demonstration(TASK, 'goal', 'gold', tuple(steps), 1.0)
+  demonstrations.write(tmp_path, [one])
+  assert demonstrations.read(tmp_path) == [one]
 
 
 def test_a_missing_dataset_names_the_command_that_makes_it(tmp_path):
@@ -596,6 +860,11 @@ def test_corpus_holds_every_text():
     *('goal', 'seen', 'hm', 'go'),
     *('other', 'seen', 'hm', 'go'),
   ]
+  able = dataclasses.replace(first.steps[0], admissible=('b', 'a', 'b'))
+  listing = dataclasses.replace(first, steps=(able,))
+  assert list(demonstrations.corpus([listing]))[-1] == (
+    'Actions you can take now: a; b'
+  )
 
 
 # --- All of it, through the real service.

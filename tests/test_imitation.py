@@ -1,13 +1,20 @@
 """Warm starts."""
 
+import asyncio
+
 import jax
+import numpy as np
 import pytest
 
 from planpo_jax import (
   chat,
   demonstrations,
+  env_client,
+  env_service,
   episodes,
   imitation,
+  rollout,
+  sampler,
   sharding,
   tokenizer,
 )
@@ -58,6 +65,105 @@ def test_a_demonstration_is_what_the_policy_would_have_sampled():
   context, _ = talk.prompt('a hall')
   talk.respond(context, first.response_ids, 'a hall', 'go east')
   assert second.prompt_ids == tuple(talk.prompt('a room')[1])
+
+
+class Reciting:
+  """In place of a policy: answers each prompt with the next of `responses`."""
+
+  slots, step_s, active = 1, 1e-3, ()
+
+  def __init__(self, responses):
+    self.free = [0]
+    self.counters = sampler.Counters()
+    self._responses = list(responses)
+    self._asked = False
+
+  def reset(self, slot):
+    pass
+
+  def submit(self, slot, context, key):
+    self._asked = True
+
+  def decode(self, max_steps):
+    if not self._asked:
+      return []
+    self._asked = False
+    ids = np.array(self._responses.pop(0))
+    return [
+      sampler.Response(
+        slot=0,
+        ids=ids,
+        logps=np.zeros(len(ids), np.float32),
+        truncated=False,
+        first_step=0.0,
+      )
+    ]
+
+
+@pytest.fixture(scope='module')
+def recorded():
+  """Demonstrations of the toy game with lists, and the client they are of."""
+  with (
+    env_service.LocalService('toy', 1) as service,
+    asyncio.Runner() as runner,
+  ):
+    client = env_client.EnvClient(service.address)
+    runner.run(client.connect())
+    tasks = runner.run(client.list_tasks('train'))[::24]
+    shown = runner.run(
+      demonstrations.record(
+        client,
+        tasks,
+        seed=0,
+        step_limit=20,
+        styles={'gold': 1},
+        detour_rate=0.3,
+        concurrency=1,
+        admissible=True,
+      )
+    )
+    yield runner, client, shown
+    runner.run(client.close())
+
+
+@pytest.mark.parametrize('admissible', [False, True])
+@pytest.mark.parametrize('context', chat.CONTEXTS)
+def test_prompts_of_demonstrations_are_those_of_rollouts(
+  recorded, tmp_path, context, admissible
+):
+  """A policy that recites a demonstration is asked the same, to the token."""
+  runner, client, shown = recorded
+  demonstrations.write(tmp_path, shown)
+  # A window is tight enough that histories and lists lose a part.
+  size = 210 if context == 'window' else 2048
+  made = fmt(
+    context=context, admissible=admissible, max_context=size, max_response=100
+  )
+  lists = cut = dropped = 0
+  for demonstration in demonstrations.read(tmp_path):
+    taught = imitation.to_episode(demonstration, made)
+    (played,) = runner.run(
+      rollout.collect(
+        client,
+        Reciting(turn.response_ids for turn in taught.turns),
+        made,
+        [(demonstration.task, 0)],
+        seed=(0,),
+        max_turns=20,
+      )
+    ).episodes
+    assert played.success
+    for ours, theirs in zip(taught.turns, played.turns, strict=True):
+      assert ours.prompt_ids == theirs.prompt_ids
+      assert ours.observation == theirs.observation
+      assert ours.state_key == theirs.state_key
+      text = TOK.decode(ours.prompt_ids)
+      lists += 'can take now: ' in text
+      cut += '; ...' in text
+    dropped += played.dropped_pairs
+  assert (lists > 20) == admissible
+  assert (cut > 0) == (admissible and context == 'window')
+  assert (dropped > 0) == (context == 'window')
 
 
 @pytest.mark.parametrize('limit', [{'max_context': 40}, {'max_response': 8}])

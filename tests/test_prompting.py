@@ -326,7 +326,7 @@ def player():
   env = types.SimpleNamespace(
     description=types.SimpleNamespace(workers=16, action_format=''),
     client=types.SimpleNamespace(
-      session=lambda task, step_limit: Session(task.index),
+      session=lambda task, **how: Session(task.index),
       refresh=refresh,
       workers=16,
       up=1,

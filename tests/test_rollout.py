@@ -63,17 +63,22 @@ def make_sampler_of_long_responses(kind, slots):
 
 
 class ScriptedSession:
-  """Ends by itself after as many turns as the task's index, plus one."""
+  """Ends by itself after as many turns as the task's index, plus one.
 
-  def __init__(self, task, fault_at, latency, kind):
+  Lists `b TURN`, `a` and `a`, if asked for them.
+  """
+
+  def __init__(self, task, fault_at, latency, kind, lists=False):
     self._task, self._fault_at, self._turn = task, fault_at, 0
-    self._latency, self._kind = latency, kind
+    self._latency, self._kind, self._lists = latency, kind, lists
     self.faults = 0
     self.closed = False
 
   async def reset(self):
     await asyncio.sleep(self._latency(self._task, 0))
-    return episodes.Observation('start', goal=f'Goal {self._task.index}.')
+    return episodes.Observation(
+      'start', goal=f'Goal {self._task.index}.', admissible=self._able()
+    )
 
   async def step(self, action):
     self._turn += 1
@@ -88,7 +93,11 @@ class ScriptedSession:
       score=10.0 * self._turn,
       success=over,
       ending=episodes.Ending.TERMINATED if over else None,
+      admissible=self._able(),
     )
+
+  def _able(self):
+    return (f'b {self._turn}', 'a', 'a') if self._lists else ()
 
   async def close(self):
     self.closed = True
@@ -121,14 +130,14 @@ class ScriptedClient:
   def playing(self):
     return sum(not s.closed for s in self.sessions)
 
-  def session(self, task, *, step_limit):
+  def session(self, task, *, step_limit, admissible):
     self.begun.append((task.index, self.playing))
     fault_at = None
     if self._faulty.get(task.index, 0):
       self._faulty[task.index] -= 1
       fault_at = task.index + 1
     self.sessions.append(
-      ScriptedSession(task, fault_at, self._latency, self._kind)
+      ScriptedSession(task, fault_at, self._latency, self._kind, admissible)
     )
     return self.sessions[-1]
 
@@ -203,6 +212,46 @@ def test_keys_name_seed_task_member_and_turn():
     )
   }
   assert len(keys) == 5
+
+
+@pytest.mark.parametrize('context', chat.CONTEXTS)
+def test_admissible_actions_are_asked_for_and_shown(context):
+  """Without them in what is kept as seen, which anchors the state."""
+  fmt = dataclasses.replace(FORMAT, context=context, admissible=True)
+  (played,) = play(ScriptedClient(), [(TASKS[2], 0)], None, fmt)
+  assert [turn.observation for turn in played.turns] == [
+    'start',
+    'seen 1',
+    'seen 2',
+  ]
+  for i, turn in enumerate(played.turns):
+    assert turn.state_key == rollout.state_key(turn.observation)
+    lines = TOK.decode(turn.prompt_ids).splitlines()
+    lists = [line for line in lines if line.startswith('Actions')]
+    assert lists == [f'Actions you can take now: a; b {i}']
+    assert lines[-2:] == [*lists, 'assistant']
+    assert lines[-3].endswith(turn.observation)
+  (plain,) = play(
+    ScriptedClient(),
+    [(TASKS[2], 0)],
+    None,
+    dataclasses.replace(fmt, admissible=False),
+  )
+  assert not any('Act' in TOK.decode(turn.prompt_ids) for turn in plain.turns)
+
+
+def test_lists_that_had_no_room_are_counted():
+  """A context in which `a; b 0` does not fit below its observation."""
+  fmt = dataclasses.replace(FORMAT, context='window', admissible=True)
+  jobs = rollout.group_jobs(TASKS, 2)
+  roomy = collect(ScriptedClient(), jobs, None, fmt)
+  assert roomy.stats.cut_lists == 0
+  size = len(roomy.episodes[0].turns[0].prompt_ids) + fmt.max_response
+  tight = dataclasses.replace(fmt, max_context=size - 5, history=0)
+  cut = collect(ScriptedClient(), jobs, None, tight)
+  turns = sum(len(episode.turns) for episode in cut.episodes)
+  assert cut.stats.scalars()['rollout/cut_lists'] == turns == 12
+  assert rollout.joined([cut, roomy, cut]).stats.cut_lists == 24
 
 
 def test_turns_hold_what_was_sampled_and_shown():
@@ -387,9 +436,9 @@ def test_what_stops_one_episode_leaves_none_of_the_others_running():
     client = ScriptedClient(latency=lambda task, turn: 30.0)
     first = client.session
 
-    def session(task, *, step_limit):
+    def session(task, **how):
       if client.sessions:
-        return first(task, step_limit=step_limit)
+        return first(task, **how)
       client.sessions.append(Refusing(task, None, None, {}))
       return client.sessions[-1]
 
@@ -719,7 +768,11 @@ def test_stats_account_for_the_time_of_the_slots():
   'victim, services', [('worker', 1), ('service', 1), ('service', 2)]
 )
 def test_killed_processes_change_nothing(victim, services):
-  """kill -9 in mid-rollout: every episode ends as it would have."""
+  """kill -9 in mid-rollout: every episode ends as it would have.
+
+  Nor are lists of admissible actions lost, of which every turn has one.
+  """
+  listing = dataclasses.replace(FORMAT, admissible=True)
   jobs = rollout.group_jobs(TASKS, 8)
   results = []
   for kill in (False, True):
@@ -738,7 +791,7 @@ def test_killed_processes_change_nothing(victim, services):
         await client.connect()
         try:
           return await rollout.collect(
-            client, make_sampler(), FORMAT, jobs, seed=(1,), max_turns=6
+            client, make_sampler(), listing, jobs, seed=(1,), max_turns=6
           )
         finally:
           await client.close()
@@ -756,6 +809,12 @@ def test_killed_processes_change_nothing(victim, services):
       results.append(asyncio.run(work()).episodes)
   calm, struck = results
   assert struck == calm
+  assert all(
+    'now: go east; ' in TOK.decode(turn.prompt_ids)
+    or 'now: go west; ' in TOK.decode(turn.prompt_ids)
+    for episode in struck
+    for turn in episode.turns
+  )
   assert not any(e.recoveries for e in calm)
   assert any(e.recoveries for e in struck)
   assert not any(e.ending is episodes.Ending.FAULT for e in struck)

@@ -46,7 +46,7 @@ def check() -> None:
   except ImportError as error:
     raise RuntimeError(
       f'ALFWorld is not installed ({error}); run `{alfworld_data.INSTALL}`, '
-      'which needs a C++ compiler and cmake.'
+      'which needs g++ and make.'
     ) from error
   try:
     found = alfworld_data.find(alfworld_data.folder())

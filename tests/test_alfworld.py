@@ -18,6 +18,10 @@ from planpo_jax import env_client, env_service, episodes
 WON = (100.0, True, episodes.Ending.TERMINATED)
 
 
+# Some tests need no game.
+pytestmark = pytest.mark.usefixtures('alfworld_engine')
+
+
 async def follow(client, task, actions=None):
   """Observations of an episode; of the walkthrough, if no actions are given."""
   session = client.session(task, step_limit=50, expert=True, admissible=True)

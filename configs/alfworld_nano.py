@@ -1,14 +1,14 @@
-"""A nano policy learns two ALFWorld task types on a laptop's CPU.
+"""A nano policy learns ALFWorld's bathrooms on a laptop's CPU.
 
-  python -m envs_server.alfworld_games data/alfworld --seed=0 --per-type=60 \
-    --split=train --types=pick_and_place_simple,look_at_obj_in_light
-  (the same with --per-type=20 for --split=valid_seen and valid_unseen)
+  python -m envs_server.alfworld_games data/alfworld --per-type 150 \
+    --split all --scenes Bathroom \
+    --types pick_and_place_simple pick_clean_then_place_in_recep
   export ALFWORLD_DATA=$PWD/data/alfworld
   python launch/train.py --config=configs/alfworld_nano.py --workdir=runs/alf
 
 The games are generated: real rules and rooms, not the benchmark. The policy it
 starts from (2.1 M parameters, in `planpo_jax/assets/nano_alfworld`) imitates
-expert episodes of the train split, half of which search where things are. The
+expert episodes of the train split, most of which search where things are. The
 command that made it:
 
   python launch/warmstart.py --config=configs/alfworld_nano.py \
@@ -24,13 +24,13 @@ from configs import base
 def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config = base.get_config()
   config.env.name = 'alfworld'
-  config.env.task_types = ('Pick', 'Look')
+  config.env.task_types = ('Pick', 'Clean')
   config.env.workers = 6
   config.env.eval_split = 'valid_seen'
   config.env.max_turns = 16
   # The whole conversation: only the first text names every place.
   config.chat.prompt = 'brief'
-  config.chat.max_context = 1024
+  config.chat.max_context = 768
   config.chat.max_response = 48
   config.model.checkpoint = 'nano_alfworld'
   config.model.size = 'nano'
@@ -47,7 +47,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.optimizer.learning_rate = 1.5e-4
   config.optimizer.warmup_steps = 4
   config.learner.minibatches = 2
-  config.learner.row_len = 1024
+  config.learner.row_len = 768
   config.learner.micro_rows = max(2, jax.device_count())
   config.eval.splits = ('valid_seen', 'valid_unseen')
   config.eval.episodes = 120
@@ -58,10 +58,10 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.warmstart.styles = ml_collections.ConfigDict(
     {'gold': 0.4, 'search': 0.6}
   )
-  config.warmstart.repeats = 6
+  config.warmstart.repeats = 4
   config.warmstart.max_turns = 20
   config.warmstart.vocab_size = 1024
-  config.warmstart.epochs = 10
+  config.warmstart.epochs = 8
   config.warmstart.minibatches = 50
   config.warmstart.learning_rate = 2e-3
   return base.variant(config, variant)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import os
 import re
 import sys
 
@@ -22,8 +23,6 @@ MEMORY_MB = 130
 _SHOWN = 10  # Folders left out that are named at the start.
 _FULL_SCORE = 100.0
 _TASK = re.compile(r'Your task is to: .*')
-_PUT = re.compile(r'(?:put|move) (.+?) (?:in/on|to) (.+)')
-_HOW = {'move': 'move X to Y', 'put': 'put X in/on Y'}
 _ACTION_FORMAT = (
   'One command a turn. Commands: go to X, open X, close X, take X from Y, '
   '{put}, clean X with Y, heat X with Y, cool X with Y, use X, examine X, '
@@ -43,7 +42,8 @@ def check() -> None:
     # Not imported before the games are found: it makes the folder that
     # $ALFWORLD_DATA names.
     importlib.metadata.version('alfworld')
-  except ImportError as error:
+    importlib.import_module('fast_downward').load_lib()
+  except (ImportError, OSError) as error:
     raise RuntimeError(
       f'ALFWorld is not installed ({error}); run `{alfworld_data.INSTALL}`, '
       'which needs g++ and make.'
@@ -66,6 +66,8 @@ class AlfWorld:
   """
 
   def __init__(self):
+    # The package makes the folder that the variable names, `~` and all.
+    os.environ['ALFWORLD_DATA'] = str(alfworld_data.folder())
     self._engine = alfworld_engine.Engine()
     self._admissible = False
 
@@ -80,7 +82,9 @@ class AlfWorld:
     return env.Catalog(
       version=f'{versions}, {found.version}',
       action_format=_ACTION_FORMAT.format(
-        put=_HOW.get(syntax, ' or '.join(_HOW.values()))
+        put=alfworld_data.PUT.get(
+          syntax, ' or '.join(alfworld_data.PUT.values())
+        )
       ),
       indices={
         split: {
@@ -113,13 +117,13 @@ class AlfWorld:
     return self._observe(
       text,
       goal=goal[0] if goal else '',
-      expert_actions=self._solution(game) if expert else (),
+      expert_actions=alfworld_data.solution(game) if expert else (),
       info={'game': found, 'syntax': alfworld_data.syntax(game)},
     )
 
   def step(self, action: str) -> env.Observation:
     """See `env.TextEnv`."""
-    return self._observe(self._engine.step(' '.join(action.split())))
+    return self._observe(self._engine.step(action.strip()))
 
   def ping(self) -> None:
     """See `env.TextEnv`."""
@@ -131,16 +135,6 @@ class AlfWorld:
   @functools.cached_property
   def _found(self) -> alfworld_data.Games:
     return alfworld_data.find(alfworld_data.folder())
-
-  def _solution(self, game: dict) -> tuple[str, ...]:
-    """The stored walkthrough in the words of the game; empty without one."""
-    form = _HOW[alfworld_data.syntax(game)]
-    form = form.replace('X', r'\1').replace('Y', r'\2')
-    # Walkthroughs of older data say `put`, in games that know `move` alone.
-    return tuple(
-      _PUT.sub(form, action) if _PUT.fullmatch(action) else action
-      for action in game.get('walkthrough') or ()
-    )
 
   def _observe(self, text: str, **fields) -> env.Observation:
     won = self._engine.won

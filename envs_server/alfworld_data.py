@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -50,8 +51,12 @@ INSTALL = 'pip install --no-deps -r envs_server/requirements-alfworld.txt'
 
 _SYNTAX = re.compile(r'action PutObject \{\s*template :: "(put|move) ')
 _TASK = 'Your task is to:'
+# How a thing is put down, by syntax.
+PUT = {'move': 'move X to Y', 'put': 'put X in/on Y'}
+_PUT = re.compile(r'(?:put|move) (.+?) (?:in/on|to) (.+)')
+_NO_GAME = f'{GAME} is missing'
 # Of a cache file; raised when a judgement of the same file may change.
-_JUDGE = 1
+_JUDGE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +142,15 @@ class Games:
         )
       ]
       lines.append(f'  {split}: {sum(counts)} ({", ".join(cells)})')
+    without = sum(why == _NO_GAME for why in self.skipped.values())
     if self.skipped:
-      lines.append(f'  left out: {len(self.skipped)} folders')
-    for path, why in list(self.skipped.items())[:most]:
+      lines.append(
+        f'  left out: {len(self.skipped)} folders, {without} of them without a '
+        f'{GAME}, as some official ones are'
+      )
+    # What is damaged first: of the others there may be hundreds.
+    ordered = sorted(self.skipped.items(), key=lambda item: item[1] == _NO_GAME)
+    for path, why in ordered[:most]:
       lines.append(f'    {path}: {why}')
     if most is not None and len(self.skipped) > most:
       lines.append(
@@ -147,11 +158,16 @@ class Games:
         'envs_server.alfworld_data` lists all'
       )
     if not self.generated and any(
-      sum(self.counts(split)) < sum(OFFICIAL[split]) for split in SPLITS
+      count < whole
+      for split in SPLITS
+      for count, whole in zip(self.counts(split), OFFICIAL[split], strict=True)
     ):
+      # It leaves alone what is there, unless it is told not to.
+      over = ' --force' if len(self.skipped) > without else ''
+      place = shlex.quote(str(self.root.parent))
       lines.append(
-        '  official games are missing; '
-        f'`ALFWORLD_DATA={self.root.parent} alfworld-download` fetches them'
+        f'  official games are missing; `alfworld-download --data-dir={place}'
+        f'{over}` fetches them'
       )
     return '\n'.join(lines)
 
@@ -181,16 +197,23 @@ def find(data: pathlib.Path) -> Games:
   }
   skipped, fresh, others = {}, {}, 0
   for split in SPLITS:
-    for path in _trials(root, split):
+    trials, unread = _trials(root, split)
+    skipped |= unread
+    for path in trials:
       name = path.split('/')[1].split('-')[0]
       if name not in TYPES or 'movable' in path or 'Sliced' in path:
         others += 1
         continue
       folders[split][name].append(path)
-      stamp = _stamp(root / path)
-      verdict = known.get(path, {}) if stamp else {}
-      if verdict.get('stamp') != stamp or not stamp:
-        verdict = {'stamp': stamp, **_judge(root / path, name)}
+      try:
+        stamp = _stamp(root / path)
+        verdict = known.get(path)
+        if not verdict or verdict['stamp'] != stamp:
+          verdict = {'stamp': stamp, **_judge(root / path, name)}
+      except OSError as error:
+        # Not to be remembered: it may be over the next time.
+        skipped[path] = _unreadable(error)
+        continue
       fresh[path] = verdict
       if 'why' in verdict:
         skipped[path] = verdict['why']
@@ -198,7 +221,10 @@ def find(data: pathlib.Path) -> Games:
         games[split][name][len(folders[split][name]) - 1] = Game(
           path, verdict['syntax'], verdict['digest']
         )
-  generated = (data / MARKER).is_file()
+  generated = any(
+    (place / MARKER).is_file()
+    for place in (data, *(root / split for split in SPLITS))
+  )
   found = Games(root, folders, games, skipped, others, generated)
   if fresh != known:
     _write_cache(root, fresh)
@@ -221,15 +247,12 @@ def read_game(path: pathlib.Path) -> dict:
   """Reads a `game.tw-pddl`.
 
   Raises:
+    OSError: it cannot be read.
     ValueError: it is no such file; says why.
   """
   try:
     game = json.loads(path.read_bytes())
-  except FileNotFoundError:
-    raise ValueError(f'{path.name} is missing') from None
-  except OSError as error:
-    raise ValueError(f'{path.name} cannot be read ({error.strerror})') from None
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(
       f'{path.name} is no JSON ({error}); it may be cut off'
     ) from None
@@ -263,41 +286,69 @@ def syntax(game: Mapping[str, str]) -> str:
   return _SYNTAX.search(game['grammar'])[1]
 
 
-def _trials(root: pathlib.Path, split: str) -> list[str]:
-  """Folders of trials, relative to `root`, sorted as on every machine."""
-  found = []
-  with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-    for task in os.scandir(root / split):
-      if task.is_dir():
-        found += [
-          f'{split}/{task.name}/{trial.name}'
-          for trial in os.scandir(task)
-          if trial.is_dir()
-        ]
-  return sorted(found)
+def solution(game: Mapping) -> tuple[str, ...]:
+  """The stored walkthrough in the words of the game; empty without one."""
+  form = PUT[syntax(game)].replace('X', r'\1').replace('Y', r'\2')
+  # Walkthroughs of older data say `put`, in games that know `move` alone.
+  return tuple(
+    _PUT.sub(form, action) if _PUT.fullmatch(action) else action
+    for action in game.get('walkthrough') or ()
+  )
+
+
+def _trials(root: pathlib.Path, split: str) -> tuple[list[str], dict[str, str]]:
+  """Folders of trials, relative to `root`, sorted as on every machine.
+
+  Returns:
+    (trials, unread): also folders that cannot be looked into, and why.
+  """
+  found, unread = [], {}
+  try:
+    tasks = [task.name for task in os.scandir(root / split) if task.is_dir()]
+  except (FileNotFoundError, NotADirectoryError):
+    tasks = []
+  except OSError as error:
+    tasks, unread[split] = [], _unreadable(error)
+  for task in tasks:
+    try:
+      found += [
+        f'{split}/{task}/{trial.name}'
+        for trial in os.scandir(root / split / task)
+        if trial.is_dir()
+      ]
+    except OSError as error:
+      unread[f'{split}/{task}'] = _unreadable(error)
+  return sorted(found), unread
+
+
+def _unreadable(error: OSError) -> str:
+  return f'{os.path.basename(error.filename)} cannot be read ({error.strerror})'
 
 
 def _stamp(path: pathlib.Path) -> list[int]:
-  """Sizes and times of the files of a game; empty if one is missing."""
+  """Sizes and times of the files of a game; 0 for one that is missing."""
   stamp = []
   for name in (GAME, TRAJECTORY):
     try:
       stat = os.stat(path / name)
-    except OSError:
-      return []
-    stamp += [stat.st_size, stat.st_mtime_ns]
+    except FileNotFoundError:
+      stamp += [0, 0, 0]
+    else:
+      # The last also changes with permissions.
+      stamp += [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
   return stamp
 
 
 def _judge(path: pathlib.Path, kind: str) -> dict[str, str]:
   """Why a folder holds no game of its type, or what it holds."""
-  try:
-    text = (path / TRAJECTORY).read_bytes()
-  except OSError as error:
-    return {'why': f'{TRAJECTORY} cannot be read ({error.strerror})'}
+  if not (path / GAME).exists():
+    return {'why': _NO_GAME}
+  if not (path / TRAJECTORY).exists():
+    return {'why': f'{TRAJECTORY} is missing'}
+  text = (path / TRAJECTORY).read_bytes()
   try:
     named = json.loads(text)['task_type']
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     return {
       'why': f'{TRAJECTORY} has no task_type ({type(error).__name__}: {error})'
     }
@@ -321,22 +372,26 @@ def _cache(root: pathlib.Path) -> pathlib.Path:
 def _read_cache(root: pathlib.Path) -> dict[str, dict]:
   try:
     content = json.loads(_cache(root).read_text())
-    if content['judge'] == _JUDGE:
-      return content['games']
-  except (OSError, ValueError, KeyError, TypeError):
-    pass  # What it holds can be found out again.
-  return {}
+    if content['judge'] != _JUDGE:
+      return {}
+    return {
+      path: verdict
+      for path, verdict in content['games'].items()
+      if 'stamp' in verdict
+      and ('why' in verdict or {'syntax', 'digest'} <= verdict.keys())
+    }
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return {}  # What it holds can be found out again.
 
 
 def _write_cache(root: pathlib.Path, games: dict[str, dict]) -> None:
   path = _cache(root)
   with contextlib.suppress(OSError):  # It saves seconds, no more.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-      'w', dir=path.parent, suffix='.part', delete=False
-    ) as file:
-      json.dump({'judge': _JUDGE, 'games': games}, file)
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+      part = pathlib.Path(scratch) / 'part'
+      part.write_text(json.dumps({'judge': _JUDGE, 'games': games}))
+      os.replace(part, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

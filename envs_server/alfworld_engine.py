@@ -38,6 +38,7 @@ class Engine:
     self._logic = _quick_logic()
     self._misc = importlib.import_module('alfworld.agents.utils.misc')
     self._library = self._logic.fast_downward.load_lib()
+    self._state = None
     self._actions: dict[str, Any] = {}
     self.won = False
 
@@ -98,7 +99,8 @@ class Engine:
 
   def ping(self) -> None:
     """Raises if the library is of no use."""
-    self._library.check_goal()
+    if self._state is not None:  # It would crash before the first game.
+      self._library.check_goal()
 
   def _look_ahead(self) -> None:
     self.won = self._state.check_goal()

@@ -82,8 +82,7 @@ _SEARCHES = 3
 
 _OPEN_DOOR = re.compile(r'open door to (.+)')
 _GO = re.compile(r'go to (.+)')
-
-
+# Of ALFWorld: a place in its first text, and a thing that is taken.
 _PLACE = re.compile(r'\ban? ([a-z]+ \d+)')
 _TAKE = re.compile(r'take ((.+?)(?: \d+)?) from .+')
 

@@ -25,14 +25,17 @@ def alfworld_engine():
 
 @pytest.fixture(scope='session')
 def alfworld_folder(alfworld_engine, tmp_path_factory):
-  """A generated ALFWorld game of every type and split; $ALFWORLD_DATA."""
+  """Generated ALFWorld games of every type and split; $ALFWORLD_DATA."""
   from envs_server import alfworld_games
 
   folder = tmp_path_factory.mktemp('alfworld')
   for split in alfworld_games.SPLITS:
-    alfworld_games.generate(folder, per_type=1, split=split, seed=0)
-  os.environ['ALFWORLD_DATA'] = str(folder)
-  return folder
+    # Two of a type in one split, that an index may name the wrong one.
+    count = 2 if split == 'valid_seen' else 1
+    alfworld_games.generate(folder, per_type=count, split=split, seed=0)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('ALFWORLD_DATA', str(folder))
+    yield folder
 
 
 @pytest.fixture(autouse=True, scope='module')

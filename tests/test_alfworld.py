@@ -54,13 +54,13 @@ def service(alfworld_folder):
 
 @pytest.fixture(scope='module')
 def played(service):
-  """{(split, type): observations of its game, by its walkthrough}."""
+  """{(split, type, index): observations of the game, by its walkthrough}."""
 
   async def work(client):
     found = {}
     for split in alfworld_data.SPLITS:
       for task in await client.list_tasks(split):
-        found[split, task.name] = await follow(client, task)
+        found[split, task.name, task.index] = await follow(client, task)
     return found
 
   return with_client(service.address, work)
@@ -68,10 +68,13 @@ def played(service):
 
 def test_every_type_of_every_split_is_won_by_its_walkthrough(played):
   assert set(played) == {
-    (split, name)
+    (split, name, index)
     for split in alfworld_data.SPLITS
     for name in alfworld_data.TYPES
+    for index in range(2 if split == 'valid_seen' else 1)
   }
+  # No two tasks are the same game.
+  assert len({seen[0].text for seen in played.values()}) == 24
   for key, seen in played.items():
     last = seen[-1]
     assert (last.score, last.success, last.ending) == WON, key
@@ -81,7 +84,7 @@ def test_every_type_of_every_split_is_won_by_its_walkthrough(played):
 
 
 def test_the_first_text_names_places_and_task(played):
-  for (_, name), seen in played.items():
+  for (_, name, _), seen in played.items():
     first = seen[0]
     assert first.text.startswith('-= Welcome to TextWorld, ALFRED! =-\n\nYou')
     assert 'Looking quickly around you, you see' in first.text
@@ -102,11 +105,16 @@ def test_walkthroughs_use_admissible_commands(played):
 def test_the_service_describes_splits_columns_and_versions(service):
   found = with_client(service.address, lambda client: client.describe())
   assert found.task_names == alfworld_data.TYPES
-  assert found.splits == dict.fromkeys(alfworld_data.SPLITS, 6)
+  assert found.splits == {'train': 6, 'valid_seen': 12, 'valid_unseen': 6}
   assert {name: tuple(types) for name, types in found.sets.items()} == {
     column: (name,) for name, column in alfworld_data.COLUMNS.items()
   }
-  for part in ('alfworld 0.', 'textworld 1.', '6/6/6 generated', 'move syntax'):
+  for part in (
+    'alfworld 0.',
+    'textworld 1.',
+    '6/12/6 generated',
+    'move syntax',
+  ):
     assert part in found.version
   assert 'move X to Y' in found.action_format
   assert 'put X' not in found.action_format
@@ -135,13 +143,14 @@ def test_groups_share_their_game_in_any_order_and_process(service):
 
   async def work(client):
     tasks = await client.list_tasks('valid_seen')
-    jobs = [tasks[i] for i in (3, 0, 3, 5, 3, 0, 3)]
+    # 2 and 3 are of one type.
+    jobs = [tasks[i] for i in (3, 0, 3, 2, 3, 0, 3)]
     return await asyncio.gather(*(follow(client, task) for task in jobs))
 
   found = with_client(service.address, work)
   assert found[0] == found[2] == found[4] == found[6]
   assert found[1] == found[5]
-  assert found[0] != found[1] != found[3]
+  assert len({found[i][0].text for i in (0, 1, 3)}) == 3
 
 
 def test_the_order_of_things_does_not_hang_on_hashes(alfworld_folder):
@@ -169,8 +178,8 @@ def test_texts_equal_those_of_the_stock_environment(alfworld_folder):
   """60 episodes: texts, admissible commands and outcomes, step by step."""
   paths = alfworld_steps.listed(alfworld_folder)
   played, seen, _ = alfworld_steps.play(paths, 60)
-  assert len(paths) == 18 and len(played) == 60
-  assert sum(turns[-1][2] for turns in seen[:18]) == 18
+  assert len(paths) == 24 and len(played) == 60
+  assert all(turns[-1][2] for turns in seen[:24])
   actions = {action for _, actions in played for action in actions}
   assert {a.split(' ')[0] for a in actions} >= {
     *('go', 'open', 'close', 'take', 'move', 'examine', 'look', 'inventory'),
@@ -183,6 +192,17 @@ def test_texts_equal_those_of_the_stock_environment(alfworld_folder):
   assert seen[::2] == even and seen[1::2] == odd
 
 
+def test_an_environment_is_well_before_its_first_game(alfworld_folder):
+  code = (
+    'from envs_server import alfworld as a; game = a.make_env()\n'
+    'game.catalog(); game.ping(); print("well")'
+  )
+  said = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True
+  )
+  assert (said.returncode, said.stdout) == (0, 'well\n')
+
+
 def test_memory_is_flat_over_200_resets(alfworld_folder):
   paths = alfworld_steps.listed(alfworld_folder)
   small = sorted(paths, key=os.path.getsize)[:4]  # They load in half the time.
@@ -193,7 +213,7 @@ def test_memory_is_flat_over_200_resets(alfworld_folder):
 
 def test_the_planner_finds_what_was_not_stored(alfworld_folder):
   engine = alfworld_engine.Engine()
-  for path in alfworld_steps.listed(alfworld_folder)[:6]:
+  for path in alfworld_steps.listed(alfworld_folder)[:6]:  # One a type.
     with open(path) as file:
       game = json.load(file)
     engine.load(game)
@@ -299,7 +319,7 @@ def test_a_file_that_breaks_later_costs_its_episodes_alone(
 
   with env_service.LocalService('alfworld', 1) as service:
     said, folder, last = with_client(service.address, work)
-  assert folder in said and 'cannot be played' in said
+  assert f'{folder} cannot be played' in said
   assert (last.score, last.success, last.ending) == WON
 
 

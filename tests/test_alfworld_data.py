@@ -62,7 +62,7 @@ def test_games_are_counted_by_split_and_type(tmp_path):
   assert found.version.startswith('3/0/1 games ')
   table = found.table()
   assert 'train: 3 (Pick 2 of 790, Look 1 of 308, Clean 0 of 650' in table
-  assert 'alfworld-download` fetches them' in table
+  assert f'alfworld-download --data-dir={tmp_path}` fetches them' in table
 
 
 def test_generated_games_are_told_from_the_official_ones(tmp_path):
@@ -78,6 +78,7 @@ def test_generated_games_are_told_from_the_official_ones(tmp_path):
 BAD = {
   'cut off': (json.dumps(game())[:-20], 'is no JSON'),
   'empty': ('', 'is no JSON'),
+  'too deep': ('[' * 100000, 'is no JSON (maximum recursion'),
   'a list': ('[]', 'holds no JSON object'),
   'no problem': (game(pddl_problem=''), "has no text 'pddl_problem'"),
   'no grammar': (
@@ -116,7 +117,8 @@ def test_bad_games_are_left_out_by_name_and_reason(tmp_path, name):
 @pytest.mark.parametrize(
   'broken, why',
   [
-    (None, 'traj_data.json cannot be read (No such file'),
+    (None, 'traj_data.json is missing'),
+    ('[' * 100000, 'traj_data.json has no task_type (RecursionError'),
     ('{"task_ty', 'traj_data.json has no task_type'),
     ('{}', 'traj_data.json has no task_type (KeyError'),
     ('[1]', 'traj_data.json has no task_type (TypeError'),
@@ -190,7 +192,47 @@ def test_what_was_read_is_remembered_until_it_changes(tmp_path, monkeypatch):
     alfworld_data.find(tmp_path)
 
 
-@pytest.mark.parametrize('content', ['{', '[]', '{"judge": 0, "games": {}}'])
+def test_what_cannot_be_read_now_is_read_again(tmp_path, monkeypatch):
+  put(tmp_path, 'trial_a')
+  put(tmp_path, 'trial_b')
+  whole = alfworld_data.find(tmp_path)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'another'))
+  with monkeypatch.context() as patch:
+
+    def fails(path):
+      raise OSError(5, 'Input/output error', str(path))
+
+    patch.setattr(alfworld_data, 'read_game', fails)
+    with pytest.raises(FileNotFoundError, match='read .Input/output error'):
+      alfworld_data.find(tmp_path)
+  assert alfworld_data.find(tmp_path) == whole
+
+
+def test_generated_games_are_known_without_the_folder_above(tmp_path):
+  put(tmp_path, 'trial_a')
+  (tmp_path / 'json_2.1.1' / 'train' / 'GENERATED.json').write_text('{}')
+  assert alfworld_data.find(tmp_path).generated
+
+
+def test_damage_is_named_before_what_is_missing(tmp_path):
+  for i in range(12):
+    (put(tmp_path, f'trial_{i:02d}') / 'game.tw-pddl').unlink()
+  put(tmp_path, 'trial_x', '{')
+  put(tmp_path, 'trial_y')
+  table = alfworld_data.find(tmp_path).table(10)
+  assert '13 folders, 12 of them without a game.tw-pddl' in table
+  assert 'trial_x: game.tw-pddl is no JSON' in table
+  # What is there would not be fetched again.
+  assert f'alfworld-download --data-dir={tmp_path} --force`' in table
+
+
+@pytest.mark.parametrize(
+  'content',
+  [
+    *('{', '[]', '{"judge": 0, "games": {}}', '{"judge": 2, "games": []}'),
+    '{"judge": 2, "games": {"a": 1, "b": {}}}',
+  ],
+)
 def test_a_damaged_memory_is_made_anew(tmp_path, content):
   put(tmp_path, 'trial_a')
   first = alfworld_data.find(tmp_path)

@@ -174,9 +174,8 @@ class Games:
 
 def folder() -> pathlib.Path:
   """$ALFWORLD_DATA, or where `alfworld-download` writes without it."""
-  return pathlib.Path(
-    os.environ.get('ALFWORLD_DATA') or '~/.cache/alfworld'
-  ).expanduser()
+  name = os.environ.get('ALFWORLD_DATA') or '~/.cache/alfworld'
+  return pathlib.Path(os.path.expanduser(name))
 
 
 def find(data: pathlib.Path) -> Games:
@@ -230,7 +229,9 @@ def find(data: pathlib.Path) -> Games:
     _write_cache(root, fresh)
   if not any(any(found.counts(split)) for split in SPLITS):
     left = ''
-    if skipped:
+    if FOLDER in data.parts:
+      left = f'; name the folder that holds {FOLDER}'
+    elif skipped:
       path, why = next(iter(skipped.items()))
       left = f' ({len(skipped)} folders are left out, the first {path}: {why})'
     raise FileNotFoundError(
@@ -364,9 +365,9 @@ def _judge(path: pathlib.Path, kind: str) -> dict[str, str]:
 
 
 def _cache(root: pathlib.Path) -> pathlib.Path:
-  home = pathlib.Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
+  home = os.path.expanduser(os.environ.get('XDG_CACHE_HOME') or '~/.cache')
   name = hashlib.sha256(str(root.absolute()).encode()).hexdigest()[:16]
-  return home.expanduser() / 'planpo_jax' / f'alfworld-{name}.json'
+  return pathlib.Path(home) / 'planpo_jax' / f'alfworld-{name}.json'
 
 
 def _read_cache(root: pathlib.Path) -> dict[str, dict]:

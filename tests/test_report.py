@@ -1537,3 +1537,30 @@ class TestLaunch:
 def test_the_report_reads_the_format_that_is_written():
   assert runs_lib.DUMP_FORMAT == (dump.FORMAT, dump.VERSION)
   assert runs_lib.DUMP_SUFFIX == dump.SUFFIX
+
+
+def test_what_was_played_is_a_setting_of_the_run(tmp_path):
+  played = [{'step': 0, 'name': 'toy', 'version': 'toy 1', 'split_sizes': {}}]
+  path = tmp_path / 'run'
+  make_run(path)
+
+  def loaded():
+    return runs_lib.load_all(
+      [path], episodes_per_file=1, transcript_bytes=1 << 20
+    )[0]
+
+  assert 'environment.version' not in loaded().config
+  (path / 'environment.json').write_text(json.dumps(played))
+  run = loaded()
+  assert run.config['environment.version'] == 'toy 1'
+  assert not any('environment' in note for note in run.notes)
+  played.append(played[0] | {'step': 1, 'version': 'toy 2'})
+  (path / 'environment.json').write_text(json.dumps(played))
+  run = loaded()
+  assert run.config['environment.version'] == 'toy 2'
+  assert 'The environment changed in the run: toy 1, toy 2.' in run.notes
+  for broken in ('{', '[]', '{}', '[1]', '[{}]'):
+    (path / 'environment.json').write_text(broken)
+    run = loaded()
+    assert 'environment.json is damaged; left out.' in run.notes, broken
+    assert run.config['seed'] == 0

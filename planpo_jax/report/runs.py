@@ -215,6 +215,7 @@ def _load(
   try:
     if is_run:
       config = dict(_flatten(_read_object(path / 'config.json', notes)))
+      config |= _environment(path / 'environment.json', notes)
       summary = _read_object(path / 'summary.json', notes)
       metrics = _read_metrics(path / 'metrics.jsonl', notes)
       dumped = _dump_of_run(path, config.get('rollout.dump'), notes)
@@ -314,6 +315,21 @@ def _read_object(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
     notes.append(f'{path.name} does not hold a whole JSON object; left out.')
     return {}
   return value
+
+
+def _environment(path: pathlib.Path, notes: list[str]) -> dict[str, str]:
+  """What was played last, as a setting; older and replayed runs have none."""
+  if not path.exists():
+    return {}
+  try:
+    versions = [text(one['version']) for one in json.loads(path.read_text())]
+    last = {'environment.version': versions[-1]}
+  except (ValueError, LookupError, TypeError, RecursionError):
+    notes.append(f'{path.name} is damaged; left out.')
+    return {}
+  if len(versions) > 1:
+    notes.append(f'The environment changed in the run: {", ".join(versions)}.')
+  return last
 
 
 def _flatten(

@@ -101,17 +101,16 @@ class AlfWorld:
     """See `env.TextEnv`. Takes 0.2 to 0.5 s."""
     # Also one that broke since the service started: the error says why.
     found = self._found.folders[task.split][task.name][task.index]
-    path = self._found.root / found
+    self._path = self._found.root / found
     try:
-      game = alfworld_data.read_game(path / alfworld_data.GAME)
+      game = alfworld_data.read_game(self._path / alfworld_data.GAME)
       text = self._engine.load(game)
+      if self._engine.won:
+        raise ValueError('its goal is reached before the first action')
     except (Exception, SystemExit) as error:
       # The translator gives up with SystemExit. Another worker finds the same,
       # and the episode ends as a fault; the run goes on.
-      raise RuntimeError(
-        f'{path} cannot be played ({type(error).__name__}: {error}); restore '
-        'its files and start the service again.'
-      ) from error
+      raise self._unplayable(error) from error
     goal = _TASK.search(text)
     self._admissible = admissible
     return self._observe(
@@ -123,7 +122,11 @@ class AlfWorld:
 
   def step(self, action: str) -> env.Observation:
     """See `env.TextEnv`."""
-    return self._observe(self._engine.step(action.strip()))
+    try:
+      text = self._engine.step(action.strip())
+    except Exception as error:
+      raise self._unplayable(error) from error
+    return self._observe(text)
 
   def ping(self) -> None:
     """See `env.TextEnv`."""
@@ -135,6 +138,12 @@ class AlfWorld:
   @functools.cached_property
   def _found(self) -> alfworld_data.Games:
     return alfworld_data.find(alfworld_data.folder())
+
+  def _unplayable(self, error: BaseException) -> RuntimeError:
+    return RuntimeError(
+      f'{self._path} cannot be played ({type(error).__name__}: {error}); '
+      'restore its files and start the service again.'
+    )
 
   def _observe(self, text: str, **fields) -> env.Observation:
     won = self._engine.won

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -291,10 +292,20 @@ BROKEN = {
   'removed': lambda path: path.unlink(),
   'cut off': lambda path: path.write_text(path.read_text()[:500]),
   'no pddl': lambda path: rewrite(path, pddl_problem='(define (:goal x))'),
+  'already won': lambda path: rewrite(
+    path,
+    pddl_problem=re.sub(
+      r'\(:goal.*', '(:goal (and )))', problem(path), flags=re.DOTALL
+    ),
+  ),
   'no grammar': lambda path: rewrite(
     path, grammar=json.loads(path.read_text())['grammar'].replace('{', '')
   ),
 }
+
+
+def problem(path):
+  return json.loads(path.read_text())['pddl_problem']
 
 
 def rewrite(path, **changed):

@@ -9,17 +9,23 @@ only files from a source that is trusted may be played.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import os
+import pathlib
 import re
 import sys
+import tempfile
+from typing import Any
 
 from envs_server import alfworld_data, alfworld_engine, env
 
 # Of a worker process, for those who plan.
 MEMORY_MB = 130
+# Environment variable with the file by which a service tells its workers what
+# it found; the files last as long as the service.
+_SNAPSHOT = 'PLANPO_ALFWORLD_GAMES'
+_kept: list[Any] = []
 _SHOWN = 10  # Folders left out that are named at the start.
 _FULL_SCORE = 100.0
 _TASK = re.compile(r'Your task is to: .*')
@@ -50,8 +56,15 @@ def check() -> None:
     ) from error
   try:
     found = alfworld_data.find(alfworld_data.folder())
-  except FileNotFoundError as error:
+  except OSError as error:
     raise RuntimeError(str(error)) from None
+  # Workers read this instead of looking for themselves: those that are built
+  # later must not take another game for a task.
+  snapshot = tempfile.NamedTemporaryFile('w', prefix='planpo-alfworld-')
+  snapshot.write(found.to_json())
+  snapshot.flush()
+  _kept.append(snapshot)
+  os.environ[_SNAPSHOT] = snapshot.name
   print(found.table(_SHOWN), file=sys.stderr, flush=True)
 
 
@@ -68,6 +81,12 @@ class AlfWorld:
   def __init__(self):
     # The package makes the folder that the variable names, `~` and all.
     os.environ['ALFWORLD_DATA'] = str(alfworld_data.folder())
+    snapshot = os.environ.get(_SNAPSHOT)
+    self._found = (
+      alfworld_data.Games.from_json(pathlib.Path(snapshot).read_text())
+      if snapshot
+      else alfworld_data.find(alfworld_data.folder())
+    )
     self._engine = alfworld_engine.Engine()
     self._admissible = False
 
@@ -104,6 +123,9 @@ class AlfWorld:
     self._path = self._found.root / found
     try:
       game = alfworld_data.read_game(self._path / alfworld_data.GAME)
+      listed = self._found.games[task.split][task.name].get(task.index)
+      if listed and listed.digest != alfworld_data.digest(game):
+        raise ValueError('it is another game than when the service started')
       text = self._engine.load(game)
       if self._engine.won:
         raise ValueError('its goal is reached before the first action')
@@ -135,14 +157,10 @@ class AlfWorld:
   def close(self) -> None:
     """See `env.TextEnv`."""
 
-  @functools.cached_property
-  def _found(self) -> alfworld_data.Games:
-    return alfworld_data.find(alfworld_data.folder())
-
   def _unplayable(self, error: BaseException) -> RuntimeError:
     return RuntimeError(
       f'{self._path} cannot be played ({type(error).__name__}: {error}); '
-      'restore its files and start the service again.'
+      'restore its files.'
     )
 
   def _observe(self, text: str, **fields) -> env.Observation:

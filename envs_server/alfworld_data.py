@@ -109,7 +109,7 @@ class Games:
 
   @property
   def digest(self) -> str:
-    """Of all games and the order of them: what an index means."""
+    """Of all games: two services with the same one serve the same."""
     listed = [[game.path, game.digest] for game in self._all()]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:8]
 
@@ -171,6 +171,22 @@ class Games:
       )
     return '\n'.join(lines)
 
+  def to_json(self) -> str:
+    return json.dumps(dataclasses.asdict(self) | {'root': str(self.root)})
+
+  @classmethod
+  def from_json(cls, text: str) -> Games:
+    values = json.loads(text)
+    games = {
+      split: {
+        name: {int(index): Game(**game) for index, game in listed.items()}
+        for name, listed in by_name.items()
+      }
+      for split, by_name in values['games'].items()
+    }
+    root = pathlib.Path(values['root'])
+    return cls(**values | {'root': root, 'games': games})
+
 
 def folder() -> pathlib.Path:
   """$ALFWORLD_DATA, or where `alfworld-download` writes without it."""
@@ -221,7 +237,7 @@ def find(data: pathlib.Path) -> Games:
           path, verdict['syntax'], verdict['digest']
         )
   generated = any(
-    (place / MARKER).is_file()
+    os.path.isfile(place / MARKER)
     for place in (data, *(root / split for split in SPLITS))
   )
   found = Games(root, folders, games, skipped, others, generated)
@@ -287,6 +303,12 @@ def syntax(game: Mapping[str, str]) -> str:
   return _SYNTAX.search(game['grammar'])[1]
 
 
+def digest(game: Mapping[str, str]) -> str:
+  """Of everything that is played."""
+  texts = [game['pddl_domain'], game['grammar'], game['pddl_problem']]
+  return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
 def solution(game: Mapping) -> tuple[str, ...]:
   """The stored walkthrough in the words of the game; empty without one."""
   form = PUT[syntax(game)].replace('X', r'\1').replace('Y', r'\2')
@@ -305,7 +327,7 @@ def _trials(root: pathlib.Path, split: str) -> tuple[list[str], dict[str, str]]:
   """
   found, unread = [], {}
   try:
-    tasks = [task.name for task in os.scandir(root / split) if task.is_dir()]
+    tasks = [task.name for task in os.scandir(root / split) if _is_dir(task)]
   except (FileNotFoundError, NotADirectoryError):
     tasks = []
   except OSError as error:
@@ -315,11 +337,18 @@ def _trials(root: pathlib.Path, split: str) -> tuple[list[str], dict[str, str]]:
       found += [
         f'{split}/{task}/{trial.name}'
         for trial in os.scandir(root / split / task)
-        if trial.is_dir()
+        if _is_dir(trial)
       ]
     except OSError as error:
       unread[f'{split}/{task}'] = _unreadable(error)
   return sorted(found), unread
+
+
+def _is_dir(entry: os.DirEntry) -> bool:
+  try:
+    return entry.is_dir()
+  except OSError:  # Such as a link to itself.
+    return False
 
 
 def _unreadable(error: OSError) -> str:
@@ -359,9 +388,7 @@ def _judge(path: pathlib.Path, kind: str) -> dict[str, str]:
     game = read_game(path / GAME)
   except ValueError as error:
     return {'why': str(error)}
-  texts = [game['pddl_domain'], game['grammar'], game['pddl_problem']]
-  digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
-  return {'syntax': syntax(game), 'digest': digest}
+  return {'syntax': syntax(game), 'digest': digest(game)}
 
 
 def _cache(root: pathlib.Path) -> pathlib.Path:
@@ -404,7 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   data = parser.parse_args(argv).data.expanduser()
   try:
     print(find(data).table())
-  except FileNotFoundError as error:
+  except OSError as error:
     print(f'error: {error}', file=sys.stderr)
     return 1
   return 0

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
+import env_processes
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from benchmarks import alfworld_steps
 from envs_server import alfworld, alfworld_data, alfworld_engine, env
 from planpo_jax import env_client, env_service, episodes
 
+PICK = 'pick_and_place_simple'
 WON = (100.0, True, episodes.Ending.TERMINATED)
 
 
@@ -279,7 +282,7 @@ def test_walkthroughs_of_the_older_syntax_are_put_right(
   data = edited(alfworld_folder, tmp_path, older)
   monkeypatch.setenv('ALFWORLD_DATA', str(data))
   game = alfworld.make_env()
-  task = env.Task('alfworld', 'train', 0, 'pick_and_place_simple')
+  task = env.Task('alfworld', 'train', 0, PICK)
   seen = game.reset(task, True, False)
   assert seen.expert_actions[-1].startswith('move ')
   for action in seen.expert_actions:
@@ -292,6 +295,7 @@ BROKEN = {
   'removed': lambda path: path.unlink(),
   'cut off': lambda path: path.write_text(path.read_text()[:500]),
   'no pddl': lambda path: rewrite(path, pddl_problem='(define (:goal x))'),
+  'another one': lambda path: rewrite(path, pddl_problem=problem(path) + ';'),
   'already won': lambda path: rewrite(
     path,
     pddl_problem=re.sub(
@@ -334,6 +338,32 @@ def test_a_file_that_breaks_later_costs_its_episodes_alone(
   assert (last.score, last.success, last.ending) == WON
 
 
+def test_tasks_stay_what_they_were_when_folders_come_and_go(
+  alfworld_folder, tmp_path, monkeypatch
+):
+  data = edited(alfworld_folder, tmp_path, lambda game: None)
+  monkeypatch.setenv('ALFWORLD_DATA', str(data))
+
+  async def work(client):
+    task = (await client.list_tasks('train'))[0]
+    before = await follow(client, task)
+    trial = next((data / 'json_2.1.1' / 'train').glob(f'{task.name}-*/trial_*'))
+    unlike = next(
+      (data / 'json_2.1.1' / 'valid_seen').glob('pick_and*/trial_*')
+    )
+    shutil.copytree(unlike, trial.parent / 'trial_A')
+    # A worker that is built now looks at other folders than the first did.
+    for pid in env_processes.workers_of(service.pid):
+      os.kill(pid, signal.SIGKILL)
+    return before, await follow(client, task)
+
+  with env_service.LocalService('alfworld', 1) as service:
+    before, after = with_client(service.address, work)
+  assert before == after
+  # One that is started now counts the new folder.
+  assert len(alfworld_data.find(data).folders['train'][PICK]) == 2
+
+
 def test_files_that_are_bad_at_the_start_are_named_and_left_out(
   alfworld_folder, tmp_path, monkeypatch
 ):
@@ -356,7 +386,7 @@ def test_files_that_are_bad_at_the_start_are_named_and_left_out(
   game = alfworld.make_env()
   indices = game.catalog().indices
   assert indices['train']['look_at_obj_in_light'] == ()
-  assert indices['valid_seen']['look_at_obj_in_light'] == (0,)
+  assert indices['valid_seen']['look_at_obj_in_light'] == (0, 1)
   game.close()
 
 

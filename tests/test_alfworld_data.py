@@ -150,6 +150,8 @@ def test_what_alfworld_never_plays_is_no_fault(tmp_path):
   put(tmp_path, 'trial_a', kind='pick_and_place_with_movable_recep')
   sliced = tmp_path / 'json_2.1.1' / 'train' / f'{PICK}-AppleSliced-None-Pan-2'
   (sliced / 'trial_a').mkdir(parents=True)
+  loop = sliced.parent / f'{LOOK}-Pen-None-DeskLamp-1'
+  loop.symlink_to(loop)
   (tmp_path / 'json_2.1.1' / 'train' / 'notes.txt').write_text('')
   found = alfworld_data.find(tmp_path)
   assert found.counts('train') == (1, 0, 0, 0, 0, 0)

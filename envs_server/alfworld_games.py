@@ -24,6 +24,7 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -52,8 +53,11 @@ NOTE = (
 _PACKAGES = ('alfworld', 'textworld', 'fast-downward-textworld')
 # One in so many tasks of the rooms seen in training is kept for valid_seen.
 _HELD_OUT = 6
+# Games of a type and split; above it they would be the same tasks many times.
+_MOST = 10_000
 # Draws of one game before giving up; more than one is rare.
 _DRAWS = 20
+_ASIDE = '.generating-'
 
 
 class Refusal(ValueError):
@@ -93,7 +97,9 @@ def generate(
     Refusal: `folder` holds games of somebody else, or other ones of a split.
     RuntimeError: a package is missing, or a game found no solution.
   """
-  folder = pathlib.Path(folder).expanduser()
+  if not str(folder).strip():
+    raise ValueError(f'folder={str(folder)!r} names no folder.')
+  folder = pathlib.Path(os.path.expanduser(folder))
   splits = SPLITS if split == 'all' else (split,)
   _check_arguments(per_type, split, seed, types, scenes, jobs, folder)
   types = tuple(name for name in TYPES if name in types)
@@ -110,25 +116,28 @@ def generate(
     }
     for name in splits
   }
-  there = {
-    name: found
-    for name, arguments in wanted.items()
-    if (found := _standing(folder, name, arguments, force)) is not None
-  }
-  plans = {
-    name: [
-      job for kind in types for job in _jobs(kind, name, per_type, seed, scenes)
-    ]
-    for name in splits
-    if name not in there
-  }
-  with _workers(jobs) as pool:
-    return {
-      name: there[name]['made']
-      if name in there
-      else _write_split(folder, pool, plans[name], wanted[name])
-      for name in splits
+  with _alone(folder):
+    there = {
+      name: found
+      for name, arguments in wanted.items()
+      if (found := _standing(folder, name, arguments, force)) is not None
     }
+    plans = {
+      name: [
+        job
+        for kind in types
+        for job in _jobs(kind, name, per_type, seed, scenes)
+      ]
+      for name in splits
+      if name not in there
+    }
+    with _workers(jobs) as pool:
+      return {
+        name: there[name]['made']
+        if name in there
+        else _write_split(folder, pool, plans[name], wanted[name])
+        for name in splits
+      }
 
 
 def combinations(
@@ -150,8 +159,8 @@ def _held_out(task: alfworld_problem.Task) -> bool:
 
 
 def _check_arguments(per_type, split, seed, types, scenes, jobs, folder):
-  if per_type < 1:
-    raise ValueError(f'per_type={per_type} must be at least 1.')
+  if not 1 <= per_type <= _MOST:
+    raise ValueError(f'per_type={per_type} must be from 1 to {_MOST}.')
   if seed < 0:
     raise ValueError(f'seed={seed} must be at least 0.')
   if jobs < 0:
@@ -209,7 +218,15 @@ def _standing(
   path = root / split
   if not path.exists():
     return None
-  found = json.loads((path / alfworld_data.MARKER).read_text())
+  marker = path / alfworld_data.MARKER
+  try:
+    found = json.loads(marker.read_text())
+    found['made']
+  except (ValueError, TypeError, LookupError) as error:
+    raise Refusal(
+      f'{marker} is damaged ({error}), so it is not known how the games beside '
+      'it were made; remove that folder, or choose another one.'
+    ) from None
   if {key: found.get(key) for key in arguments} == arguments:
     return found
   if force:
@@ -221,6 +238,34 @@ def _standing(
     f'{path} holds games that were made with other arguments ({changed}). '
     'Choose another folder, or replace them with --force.'
   )
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+  """Keeps other runs out of a folder, and clears what killed ones left.
+
+  Raises:
+    Refusal: another run is there.
+  """
+  fresh = not folder.exists()
+  folder.mkdir(parents=True, exist_ok=True)
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise Refusal(
+        f'another run makes games in {folder}; wait for its end, or choose '
+        'another folder.'
+      ) from None
+    for left in folder.glob(f'{_ASIDE}*'):
+      shutil.rmtree(left, ignore_errors=True)
+    yield
+  finally:
+    os.close(handle)
+    if fresh:  # Left empty by a run that was stopped.
+      with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _jobs(
@@ -375,13 +420,12 @@ def _write_split(
 ) -> dict:
   """Makes the games of a split aside, then puts them in their place."""
   root = folder / alfworld_data.FOLDER
-  fresh = [path for path in (root, folder) if not path.exists()]
-  root.mkdir(parents=True, exist_ok=True)
+  root.mkdir(exist_ok=True)
   place = root / arguments['split']
   made: dict = {'games': {}, 'lengths': {}, 'redrawn': 0}
   # Beside the place, so that a rename puts it there; the stock environment
   # looks into the folder of a split only.
-  aside = pathlib.Path(tempfile.mkdtemp(prefix='.generating-', dir=folder))
+  aside = pathlib.Path(tempfile.mkdtemp(prefix=_ASIDE, dir=folder))
   try:
     new = aside / 'new'
     for job, (path, files, length, redrawn) in zip(
@@ -403,9 +447,8 @@ def _write_split(
     new.rename(place)
   finally:
     shutil.rmtree(aside, ignore_errors=True)
-    for path in fresh:  # Left empty by a run that was stopped.
-      with contextlib.suppress(OSError):
-        path.rmdir()
+    with contextlib.suppress(OSError):  # Empty after a run that was stopped.
+      root.rmdir()
   return made
 
 
@@ -442,7 +485,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog='python -m envs_server.alfworld_games',
     description='Makes ALFWorld games that are not the benchmark.',
   )
-  parser.add_argument('folder', metavar='DIR', type=pathlib.Path)
+  parser.add_argument('folder', metavar='DIR')
   parser.add_argument('--per-type', type=int, default=20, metavar='N')
   parser.add_argument('--split', default='all', help=f'{SPLITS}, or all')
   parser.add_argument('--seed', type=int, default=0)
@@ -455,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     '--force', action='store_true', help='replaces other generated games'
   )
   arguments = vars(parser.parse_args(argv))
-  folder = arguments['folder'].expanduser()
+  folder = pathlib.Path(os.path.expanduser(arguments['folder']))
   try:
     made = generate(**arguments)
   except (ValueError, RuntimeError, OSError) as error:

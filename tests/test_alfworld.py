@@ -181,9 +181,13 @@ def test_the_order_of_things_does_not_hang_on_hashes(alfworld_folder):
 def test_texts_equal_those_of_the_stock_environment(alfworld_folder):
   """60 episodes: texts, admissible commands and outcomes, step by step."""
   paths = alfworld_steps.listed(alfworld_folder)
-  played, seen, _ = alfworld_steps.play(paths, 60)
-  assert len(paths) == 24 and len(played) == 60
-  assert all(turns[-1][2] for turns in seen[:24])
+  played, seen, _ = alfworld_steps.play(paths, 24)
+  assert len(paths) == 24 and all(turns[-1][2] for turns in seen)
+  # What is no walkthrough is played in small rooms, which load quickly.
+  small = sorted(paths, key=os.path.getsize)[:6]
+  more, seen_more, _ = alfworld_steps.play(small, 36)
+  played, seen = played + more, seen + seen_more
+  assert len(played) == 60
   actions = {action for _, actions in played for action in actions}
   assert {a.split(' ')[0] for a in actions} >= {
     *('go', 'open', 'close', 'take', 'move', 'examine', 'look', 'inventory'),

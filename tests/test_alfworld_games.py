@@ -321,7 +321,7 @@ def test_force_replaces_a_generated_split_alone(made, tmp_path):
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
-    ({'per_type': 0}, 'per_type=0 must be at least 1'),
+    ({'per_type': 0}, 'per_type=0 must be from 1 to 10000'),
     ({'seed': -1}, 'seed=-1 must be at least 0'),
     ({'jobs': -1}, 'jobs=-1 must be at least 1'),
     ({'split': 'test'}, "split='test' must be one of .*'valid_unseen', 'all'"),
@@ -390,3 +390,31 @@ def test_a_run_that_is_stopped_leaves_nothing(way, tmp_path):
   assert process.returncode == 130
   assert errors == 'stopped; the split under way was not written\n'
   assert not (tmp_path / 'g').exists()
+
+
+def test_two_runs_in_one_folder_do_not_mix(tmp_path):
+  with alfworld_games._alone(tmp_path):
+    with pytest.raises(alfworld_games.Refusal, match='another run makes games'):
+      alfworld_games.generate(tmp_path, per_type=1, split='train')
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_cleared(tmp_path):
+  (tmp_path / '.generating-abc' / 'new').mkdir(parents=True)
+  with alfworld_games._alone(tmp_path):
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('content', ['', '{', '[]', '[1]'])
+def test_a_damaged_marker_is_named(tmp_path, content):
+  marker = tmp_path / 'json_2.1.1' / 'train' / 'GENERATED.json'
+  marker.parent.mkdir(parents=True)
+  marker.write_text(content)
+  with pytest.raises(alfworld_games.Refusal, match='train/GENERATED.json'):
+    alfworld_games.generate(tmp_path, per_type=1, split='train')
+
+
+@pytest.mark.parametrize('name', ['', ' '])
+def test_no_folder_is_not_this_one(name):
+  with pytest.raises(ValueError, match='names no folder'):
+    alfworld_games.generate(name, per_type=1, split='train')

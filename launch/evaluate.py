@@ -134,7 +134,7 @@ def main() -> int:
   if _WORKDIR.value:
     workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   output = None
-  if _OUTPUT.value:
+  if _OUTPUT.value is not None:
     output = pathlib.Path(_OUTPUT.value).expanduser()
     evaluate.check_output(output)
   config = _config(workdir)
@@ -212,6 +212,7 @@ def main() -> int:
       # Each time, so that a later split that fails costs no earlier one.
       if output:
         evaluate.write_results(output, evaluated, found, shape)
+    print(f'{env.description.name}: {env.description.version}')
   print(evaluate.markdown(found, shape))
   return 0
 

@@ -222,6 +222,7 @@ def smoke(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config.train.tasks_per_step = 2
   config.train.group_size = 4
   config.train.max_refills = min(config.train.max_refills, 1)
+  config.learner.minibatches = min(config.learner.minibatches, 2)
   config.learner.row_len = 512
   # Rows must divide over the devices, whatever this machine has.
   config.learner.micro_rows = max(4, jax.device_count())

@@ -15,17 +15,14 @@ import os
 import pathlib
 import re
 import sys
-import tempfile
-from typing import Any
 
 from envs_server import alfworld_data, alfworld_engine, env
 
 # Of a worker process, for those who plan.
 MEMORY_MB = 130
 # Environment variable with the file by which a service tells its workers what
-# it found; the files last as long as the service.
+# it found.
 _SNAPSHOT = 'PLANPO_ALFWORLD_GAMES'
-_kept: list[Any] = []
 _SHOWN = 10  # Folders left out that are named at the start.
 _FULL_SCORE = 100.0
 _TASK = re.compile(r'Your task is to: .*')
@@ -59,12 +56,12 @@ def check() -> None:
   except OSError as error:
     raise RuntimeError(str(error)) from None
   # Workers read this instead of looking for themselves: those that are built
-  # later must not take another game for a task.
-  snapshot = tempfile.NamedTemporaryFile('w', prefix='planpo-alfworld-')
-  snapshot.write(found.to_json())
-  snapshot.flush()
-  _kept.append(snapshot)
-  os.environ[_SNAPSHOT] = snapshot.name
+  # later must not take another game for a task. It is on no disk, and lasts as
+  # long as this process.
+  snapshot = os.memfd_create('alfworld-games')
+  with open(snapshot, 'w', closefd=False) as file:
+    file.write(found.to_json())
+  os.environ[_SNAPSHOT] = f'/proc/{os.getpid()}/fd/{snapshot}'
   print(found.table(_SHOWN), file=sys.stderr, flush=True)
 
 
@@ -130,8 +127,7 @@ class AlfWorld:
       if self._engine.won:
         raise ValueError('its goal is reached before the first action')
     except (Exception, SystemExit) as error:
-      # The translator gives up with SystemExit. Another worker finds the same,
-      # and the episode ends as a fault; the run goes on.
+      # The translator gives up with SystemExit.
       raise self._unplayable(error) from error
     goal = _TASK.search(text)
     self._admissible = admissible
@@ -157,8 +153,8 @@ class AlfWorld:
   def close(self) -> None:
     """See `env.TextEnv`."""
 
-  def _unplayable(self, error: BaseException) -> RuntimeError:
-    return RuntimeError(
+  def _unplayable(self, error: BaseException) -> env.BrokenTaskError:
+    return env.BrokenTaskError(
       f'{self._path} cannot be played ({type(error).__name__}: {error}); '
       'restore its files.'
     )

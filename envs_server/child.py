@@ -59,6 +59,8 @@ def _answer(pipe: _Pipe, made: env.TextEnv, method: str, args: list) -> bool:
     pipe.answer('ok', _plain(value))
   except env.TaskError as error:
     pipe.answer('task', str(error))
+  except env.BrokenTaskError as error:
+    pipe.answer('broken', str(error))
   except Exception as error:
     pipe.answer('error', _describe(error))
     return False

@@ -28,6 +28,13 @@ class TaskError(ValueError):
   """The caller asked for something that cannot exist; says what can."""
 
 
+class BrokenTaskError(Exception):
+  """A task of the catalog that no worker can play, whose data are broken.
+
+  The episode is lost for good; the environment that says so is well.
+  """
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
   """Names one initial state: the same Task gives the same state anywhere.
@@ -229,6 +236,7 @@ class TextEnv(Protocol):
 
     Raises:
       TaskError: the task cannot exist.
+      BrokenTaskError: it exists and cannot be played; `step` may say so too.
     """
 
   def step(self, action: str) -> Observation:

@@ -294,6 +294,9 @@ class Servicer(text_env_pb2_grpc.TextEnvServicer):
     elif isinstance(error, worker.TooLargeError):
       record.fault('large', self._meter)
       code = grpc.StatusCode.OUT_OF_RANGE
+    elif isinstance(error, env.BrokenTaskError):
+      record.fault('broken', self._meter)
+      code = grpc.StatusCode.DATA_LOSS
     elif isinstance(error, _IdleError):
       record.fault('idle', self._meter)
       code = grpc.StatusCode.ABORTED
@@ -320,6 +323,7 @@ class _IdleError(Exception):
 
 _ENDS = (
   env.TaskError,
+  env.BrokenTaskError,
   message.DecodeError,
   pool.QueueFullError,
   worker.TooLargeError,

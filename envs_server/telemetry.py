@@ -28,7 +28,7 @@ ENDINGS = ('terminated', 'truncated', 'abandoned', 'fault', 'refused')
 # first loss from rate() and increase().
 _LOSSES = ('died', 'hung', 'deadline', 'memory', 'error')
 _REPLACEMENTS = (*_LOSSES, 'episodes')
-_FAULTS = (*_LOSSES, 'idle', 'large')
+_FAULTS = (*_LOSSES, 'idle', 'large', 'broken')
 # From a step of the toy game to the longest reset that is waited for.
 _BUCKETS = (
   *(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3),

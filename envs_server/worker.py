@@ -151,7 +151,7 @@ class Worker:
     """See `env.TextEnv`.
 
     Raises:
-      env.TaskError: as the environment raised it.
+      env.TaskError, env.BrokenTaskError: as the environment raised it.
       TooLargeError: the answer is too large.
       WorkerLostError: the environment failed, died, or did not answer in time;
         in each case the process is gone.
@@ -239,6 +239,8 @@ class Worker:
       self._renew()
     if kind == 'task':
       raise env.TaskError(value)
+    if kind == 'broken':
+      raise env.BrokenTaskError(value)
     if kind == 'large':
       raise TooLargeError(value)
     if kind == 'error':

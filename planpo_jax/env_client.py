@@ -426,10 +426,12 @@ class Session:
       return env_fleet.LostError(cause)
     if code in env_fleet.STRANGERS:
       self._service.alarm.set()
-    # The same actions will be as long again, and so will be their answers.
-    final = code is grpc.StatusCode.OUT_OF_RANGE or (
-      code is grpc.StatusCode.INVALID_ARGUMENT and turn > 0
-    )
+    # The same actions will be as long again, and so will be their answers; what
+    # is broken on disk is broken for every worker.
+    final = code in (
+      grpc.StatusCode.OUT_OF_RANGE,
+      grpc.StatusCode.DATA_LOSS,
+    ) or (code is grpc.StatusCode.INVALID_ARGUMENT and turn > 0)
     return EnvFault(f'{self._where()}: {cause}', final=final)
 
   async def _wait_for_worker(self, until_s: float) -> None:

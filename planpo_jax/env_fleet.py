@@ -62,6 +62,7 @@ STRANGERS = (
 )
 # Statuses after which asking again does not help.
 FINAL = (
+  grpc.StatusCode.DATA_LOSS,
   grpc.StatusCode.FAILED_PRECONDITION,
   grpc.StatusCode.INVALID_ARGUMENT,
   grpc.StatusCode.OUT_OF_RANGE,

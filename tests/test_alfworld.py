@@ -331,14 +331,18 @@ def test_a_file_that_breaks_later_costs_its_episodes_alone(
     bad, good = (await client.list_tasks('train'))[:2]
     folder = next((data / 'json_2.1.1' / 'train').glob(f'{bad.name}-*/trial_*'))
     BROKEN[name](folder / alfworld_data.GAME)
+    before = env_processes.workers_of(service.pid)
     with pytest.raises(env_client.EnvFault) as fault:
       await follow(client, bad)
     seen = await follow(client, good)
-    return str(fault.value), str(folder), seen[-1]
+    # Nothing is tried again, and no worker is lost over it.
+    assert env_processes.workers_of(service.pid) == before
+    return fault.value, folder, seen[-1]
 
   with env_service.LocalService('alfworld', 1) as service:
-    said, folder, last = with_client(service.address, work)
-  assert f'{folder} cannot be played' in said
+    fault, folder, last = with_client(service.address, work)
+  assert f'DATA_LOSS: {folder} cannot be played' in str(fault)
+  assert fault.final
   assert (last.score, last.success, last.ending) == WON
 
 

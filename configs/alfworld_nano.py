@@ -32,9 +32,13 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   # text names every place.
   config.chat.max_response = 48
   config.model.checkpoint = 'nano_alfworld'
-  config.train.steps = 16
+  config.train.steps = 10
   config.advantage.planpo.alpha_init = 0.1
   config.advantage.planpo.alpha_final = 0.05
+  # Half of the quickstart's: the policy is twice as sure (warmstart.temperature).
+  config.optimizer.learning_rate = 7.5e-5
+  config.optimizer.warmup_steps = 2
+  config.eval.episodes = 80
   config.eval.splits = ('valid_seen', 'valid_unseen')
   config.eval.max_turns = 16
 
@@ -42,4 +46,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     {'gold': 0.4, 'search': 0.6}
   )
   config.warmstart.max_turns = 20
+  # 33 games of 100 are won so, and 15 at 1: most of the rest are names that it
+  # sampled wrongly.
+  config.warmstart.temperature = 0.5
   return base.variant(config, variant)

@@ -178,6 +178,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.warmstart.epochs = 6
   config.warmstart.minibatches = 20  # Updates an epoch.
   config.warmstart.learning_rate = 1e-3
+  # At which what was learnt is written: below 1 the policy is surer of itself.
+  config.warmstart.temperature = 1.0
   config.warmstart.prompt_weight = 0.3  # Of a prompt token; a response's is 1.
 
   config.report = ml_collections.ConfigDict()

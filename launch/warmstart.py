@@ -124,7 +124,7 @@ def main() -> int:
       weights.save(
         output,
         model.policy,
-        params,
+        imitation.sharpen(params, settings.temperature),
         eos_ids=model.tokenizer.stop_ids,
         tokenizer_files=model.tokenizer.files,
       )

@@ -1,6 +1,7 @@
 """Warm starts."""
 
 import asyncio
+import dataclasses
 
 import jax
 import numpy as np
@@ -202,3 +203,27 @@ def test_fitting_learns_the_responses():
   )
   assert len(nats) == 40
   assert nats[0] > 5.0 and nats[-1] < 0.5
+
+
+@pytest.mark.parametrize('stacked', [False, True])
+def test_sharpened_params_sample_as_at_a_lower_temperature(stacked):
+  shape = dataclasses.replace(qwen2.SIZES['nano'], scan_layers=stacked)
+  policy = qwen2.create(shape, TOK.num_tokens)
+  params = qwen2.init_params(policy, jax.random.key(0))
+  tokens_BT = jax.random.randint(jax.random.key(1), (2, 9), 0, 200)
+  where = dict(
+    positions_BT=np.tile(np.arange(9), (2, 1)),
+    segment_ids_BT=np.ones((2, 9), np.int32),
+  )
+
+  def logps(params, temperature):
+    found, _ = qwen2.token_logps(
+      policy, params, tokens_BT, temperature=temperature, **where
+    )
+    return np.asarray(found)
+
+  sharp = logps(imitation.sharpen(params, 0.5), 1.0)
+  np.testing.assert_allclose(sharp, logps(params, 0.5), atol=1e-5)
+  assert np.abs(sharp - logps(params, 1.0)).max() > 1e-3
+  same = imitation.sharpen(params, 1.0)
+  jax.tree.map(np.testing.assert_array_equal, same, params)

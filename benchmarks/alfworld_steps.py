@@ -80,6 +80,9 @@ def play(
         action = plan[len(actions)]
       else:
         action = draw.choice([*turns[-1][1], *_ODD])
+        before = actions[-1] if actions else ''
+        if before.startswith('open ') and draw.random() < 0.5:
+          action = before.replace('open', 'close', 1)
       start = time.perf_counter()
       text = engine.step(action)
       turns.append([text, list(engine.admissible()), engine.won])

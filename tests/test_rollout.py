@@ -786,20 +786,28 @@ def test_killed_processes_change_nothing(victim, services):
         for _ in range(services)
       ]
 
-      async def work(addresses=tuple(s.address for s in running)):
+      begun = threading.Event()
+
+      async def work(addresses=tuple(s.address for s in running), begun=begun):
         client = env_client.EnvClient(addresses)
         await client.connect()
         try:
           return await rollout.collect(
-            client, make_sampler(), listing, jobs, seed=(1,), max_turns=6
+            client,
+            make_sampler(),
+            listing,
+            jobs,
+            seed=(1,),
+            max_turns=6,
+            on_progress=lambda _, turns: turns and begun.set(),
           )
         finally:
           await client.close()
 
       if kill:
 
-        def strike(pid=running[0].pid):
-          time.sleep(1.0)
+        def strike(pid=running[0].pid, begun=begun):
+          begun.wait(60)
           target = (
             pid if victim == 'service' else (env_processes.workers_of(pid)[0])
           )

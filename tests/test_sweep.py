@@ -621,7 +621,7 @@ sys.exit(code)
     wait_until((folder / 'ready').exists, process)
   finally:
     send(process, number)
-  out, _ = process.communicate(timeout=30)
+  out, _ = process.communicate(timeout=90)
   assert process.returncode == 128 + number
   # Two signals that come close together may count as one, hence the group.
   assert json.loads((folder / 'got').read_text()) == [got, True]

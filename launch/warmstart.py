@@ -85,6 +85,12 @@ def main() -> int:
           ),
         )
       )
+      if len(recorded) < len(tasks):
+        terminal.say(
+          f'kept {len(recorded)} of {len(tasks)} expert episodes; the others '
+          'had no solution, or did not win by it within warmstart.max_turns='
+          f'{settings.max_turns}'
+        )
       demonstrations.write(folder, recorded)
       # What was stored is what is imitated.
       shown = demonstrations.read(folder)

@@ -1,4 +1,4 @@
-"""A nano policy learns ALFWorld's bathrooms on a laptop's CPU.
+"""A nano policy in ALFWorld's bathrooms, on a laptop's CPU.
 
   python -m envs_server.alfworld_games data/alfworld --per-type 150 \
     --split all --scenes Bathroom \

@@ -60,6 +60,7 @@ class Engine:
       _WithoutPlanner(self._library), game['pddl_problem'], rules
     )
     self._entities = self._named_entities()
+    self._names = {key: info.name for key, info in self._entities.items()}
     self._grammar, self._templates = rules.grammar, rules.actions
     self._commands: dict[str, str] = {}  # Name of an operator -> command.
     self._changing = {
@@ -116,9 +117,8 @@ class Engine:
       template = self._grammar.derive(
         action.command_template, self._context(action.mapping)
       )
-      names = {key: info.name for key, info in self._entities.items()}
       action.command_template = template
-      command = action.format_command(names)
+      command = action.format_command(self._names)
       if self._is_fixed(self._templates[action.name].template):
         self._commands[name] = command
     return command

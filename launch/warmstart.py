@@ -8,6 +8,7 @@ through the environment service once and kept in WORKDIR/demonstrations.
 """
 
 import contextlib
+import math
 import os
 import sys
 
@@ -46,6 +47,11 @@ def main() -> int:
   config = _CONFIG.value
   config_lib.check(config, jax.device_count(), checkpoint_needed=False)
   settings = config.warmstart
+  if not 0 < settings.temperature < math.inf:
+    raise config_lib.ConfigError(
+      f'warmstart.temperature={settings.temperature} must be above 0; 1 writes '
+      'what was learnt as it is.'
+    )
   terminal = metrics.Terminal()
   workdir = pathlib.Path(_WORKDIR.value).expanduser().absolute()
   output = pathlib.Path(_OUTPUT.value or workdir / 'checkpoint')

@@ -245,6 +245,18 @@ def test_a_damaged_memory_is_made_anew(tmp_path, content):
   assert memory.read_text() == whole
 
 
+def test_what_an_older_version_judged_is_judged_anew(tmp_path):
+  put(tmp_path, 'trial_a')
+  first = alfworld_data.find(tmp_path)
+  (memory,) = (tmp_path / 'cache' / 'planpo_jax').iterdir()
+  older = json.loads(memory.read_text())
+  older['judge'] -= 1
+  for verdict in older['games'].values():
+    verdict['why'] = 'judged by other rules'
+  memory.write_text(json.dumps(older))
+  assert alfworld_data.find(tmp_path) == first
+
+
 def test_no_place_to_remember_is_no_error(tmp_path, monkeypatch):
   put(tmp_path, 'trial_a')
   (tmp_path / 'file').write_text('')

@@ -11,7 +11,13 @@ import sys
 import numpy as np
 import pytest
 
-from planpo_jax import demonstrations, env_client, env_service, episodes
+from planpo_jax import (
+  demonstrations,
+  env_client,
+  env_service,
+  episodes,
+  expert_styles,
+)
 
 # The solution that ScienceWorld gives for find-non-living-thing 77 (easy).
 GOLD = (
@@ -100,7 +106,7 @@ def actions_of(demonstration):
 
 
 def plays(style, actions, seed=0):
-  moves = demonstrations.rewrite(actions, style, np.random.default_rng(seed))
+  moves = expert_styles.rewrite(actions, style, np.random.default_rng(seed))
   return [move.action for move in moves]
 
 
@@ -125,7 +131,7 @@ def test_brisk_leaves_out_doors_and_looks():
 
 
 def test_brisk_keeps_what_it_left_out_as_fallback():
-  moves = demonstrations.rewrite(GOLD, 'brisk', np.random.default_rng(0))
+  moves = expert_styles.rewrite(GOLD, 'brisk', np.random.default_rng(0))
   assert [move.fallback for move in moves] == [
     ('open door to hallway', 'go to hallway'),
     ('open door to living room', 'go to living room'),
@@ -174,7 +180,7 @@ def test_teleport_joins_each_walk_on_its_own():
     'teleport to bedroom',
     'move egg turtle egg in inventory to blue box',
   ]
-  moves = demonstrations.rewrite(solution, 'teleport', np.random.default_rng(0))
+  moves = expert_styles.rewrite(solution, 'teleport', np.random.default_rng(0))
   assert moves[3].fallback == tuple(solution[4:10])
 
 
@@ -396,7 +402,7 @@ def test_search_opens_only_what_the_solution_opens():
   """A place that the solution uses closed stays closed."""
   plan = (*PLAN[:3], 'go to drawer 2', 'go to bed 1', 'move pencil 2 to bed 1')
   rng = np.random.default_rng(0)
-  moves = demonstrations.rewrite(plan, 'search', rng)
+  moves = expert_styles.rewrite(plan, 'search', rng)
   assert [move.action for move in moves] == [
     *('go to drawer 1', 'take pencil 2 from drawer 1'),
     *('go to drawer 2', 'go to bed 1', 'move pencil 2 to bed 1'),
@@ -731,7 +737,7 @@ def stored():
     demonstrations.Demonstration(
       dataclasses.replace(TASK, index=index, seed=-index * 2**40),
       goal=odd[index % len(odd)],
-      style=demonstrations.STYLES[index % 4],
+      style=expert_styles.STYLES[index % 5],
       steps=steps[: 1 + index % len(steps)],
       score=100 / (3 + index),
     )

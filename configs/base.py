@@ -21,7 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.seed = 0
 
   config.env = ml_collections.ConfigDict()
-  config.env.name = 'sciworld'  # sciworld | alfworld | toy
+  config.env.name = 'sciworld'  # sciworld | alfworld | webshop | toy
   # Services already running, `host:port` or `host:port,host:port`; empty starts
   # one on this machine.
   config.env.address = ''

@@ -1,9 +1,9 @@
 """What an environment is to the service.
 
 An environment is a module of this package that defines `make_env() -> TextEnv`
-and, where something must be installed, `check()`, which the service calls
-before it starts any worker. Importing the module must be cheap: what is heavy
-is imported by these functions.
+and, where something must be installed or prepared, `check()`, which the service
+calls before it starts any worker. Importing the module must be cheap: what is
+heavy is imported by these functions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+# A line on stderr that begins so tells that `check` gets on with something that
+# takes long; whoever waits for the service has patience anew.
+PREPARING = 'preparing: '
 # Indices that an error lists; of more it says the first and the last.
 _FEW = 100
 

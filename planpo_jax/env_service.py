@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from envs_server import worker
+from envs_server import env, worker
 
 _log = logging.getLogger(__name__)
 
+# Without a line that says that it is preparing something.
 _START_DEADLINE_S = 120.0
 _STOP_DEADLINE_S = 8.0
 _READY = 'listening on '
@@ -111,16 +112,16 @@ class LocalService:
     self._process = process
     said: collections.deque[str] = collections.deque(maxlen=20)
     ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+    heard = collections.deque([time.monotonic()], maxlen=1)
     listener = threading.Thread(
-      target=_listen, args=(process.stderr, said), daemon=True
+      target=_listen, args=(process.stderr, said, heard), daemon=True
     )
     listener.start()
     threading.Thread(
       target=_pass_on, args=(process.stdout, ready), daemon=True
     ).start()
-    try:
-      line = ready.get(timeout=_START_DEADLINE_S)
-    except queue.Empty:
+    line = _first_line(ready, heard)
+    if line is None:
       line = ''
       said.append(f'not ready after {_START_DEADLINE_S:g} s')
     if not line.startswith(_READY):
@@ -208,9 +209,28 @@ def _end(process: subprocess.Popen) -> None:
       process.wait()
 
 
-def _listen(stream, said: collections.deque[str]) -> None:
-  """Keeps the last lines of a stream and passes them to our log."""
+def _first_line(
+  ready: queue.SimpleQueue[str], heard: collections.deque[float]
+) -> str | None:
+  """None if the service is not ready, and prepares nothing, for too long."""
+  while (left := heard[0] + _START_DEADLINE_S - time.monotonic()) > 0:
+    try:
+      return ready.get(timeout=left)
+    except queue.Empty:
+      pass  # It may have said since then that it is preparing something.
+  return None
+
+
+def _listen(
+  stream, said: collections.deque[str], heard: collections.deque[float]
+) -> None:
+  """Keeps the last lines of a stream and passes them to our log.
+
+  `heard` holds when one last told that something is being prepared.
+  """
   for line in stream:
+    if line.startswith(env.PREPARING):
+      heard.append(time.monotonic())
     said.append(line.rstrip())
     _log.warning('%s', line.rstrip())
 

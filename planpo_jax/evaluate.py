@@ -59,6 +59,11 @@ LAYOUTS: Mapping[str, Layout] = {
     whole='Overall',
     score=True,
   ),
+  'webshop': Layout(
+    {'Human': 'human', 'Synthetic': 'synthetic'},
+    score=True,
+    notes={'test': 'goals 0 to 499', 'dev': 'goals 500 to 1,499'},
+  ),
 }
 
 

@@ -370,3 +370,20 @@ def test_an_act_that_is_sent_twice_is_acted_once():
 
   with env_service.LocalService('faulty', 1) as running:
     assert run(body(running)) == ['1', '1', '2', '1', '2', '3', '3']
+
+
+def test_service_that_prepares_something_is_waited_for(monkeypatch):
+  # Longer than its own start, shorter than what it prepares.
+  monkeypatch.setattr(env_service, '_START_DEADLINE_S', 10.0)
+  monkeypatch.setenv('PREPARING_S', '11')
+  monkeypatch.setenv('SILENT_S', '0')
+  with env_service.LocalService('preparing', 1) as running:
+    assert running.address
+
+
+def test_service_that_is_silent_is_given_up(monkeypatch):
+  monkeypatch.setattr(env_service, '_START_DEADLINE_S', 4.0)
+  monkeypatch.setenv('PREPARING_S', '0.5')
+  monkeypatch.setenv('SILENT_S', '60')
+  with pytest.raises(RuntimeError, match='not ready after 4 s'):
+    env_service.LocalService('preparing', 1).start()

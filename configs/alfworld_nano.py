@@ -31,12 +31,9 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   # text names every place.
   config.chat.max_response = 48
   config.model.checkpoint = 'nano_alfworld'
-  config.train.steps = 10
+  config.train.steps = 12
   config.advantage.planpo.alpha_init = 0.1
   config.advantage.planpo.alpha_final = 0.05
-  # Half of the quickstart's, as the policy is twice as sure of itself: see
-  # warmstart.temperature.
-  config.optimizer.learning_rate = 7.5e-5
   config.optimizer.warmup_steps = 2
   config.eval.episodes = 80
   config.eval.splits = ('valid_seen', 'valid_unseen')
@@ -46,9 +43,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
     {'gold': 0.4, 'search': 0.6}
   )
   config.warmstart.max_turns = 20
-  # At 1 it won 15 of 100 games, and most of the others it lost over names that
-  # it sampled wrongly.
-  config.warmstart.temperature = 0.5
-  config.warmstart.repeats = 4
-  config.warmstart.epochs = 8
+  config.warmstart.repeats = 3
+  config.warmstart.epochs = 6
+  config.warmstart.minibatches = 150
   return base.variant(config, variant)

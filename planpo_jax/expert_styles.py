@@ -10,8 +10,8 @@ then tells apart. An environment that lacks the commands plays `gold`.
     around` after it is left out half of the time.
   search: the solution goes straight to what it takes; here some other places
     are looked into first, as by somebody who does not know where things are.
-  browse: the solution buys at once; here further results and other pages of the
-    product are read first.
+  browse: the solution buys at once; here other pages of the product are read
+    first.
 """
 
 from __future__ import annotations
@@ -187,14 +187,11 @@ def _rewrite_browse(
   moves: list[Move] = []
   for before, action in zip(('', *actions), actions, strict=False):
     moves.append(Move(action))
-    if action.startswith('search['):
-      if rng.random() < _BROWSES:
-        moves += [Move('click[next >]'), Move('click[< prev]')]
-    elif before.startswith('search[') or before == 'click[next >]':
-      if action != 'click[next >]':  # It opened the product.
-        for page in ('description', 'features'):
-          if rng.random() < _BROWSES:
-            moves += [Move(f'click[{page}]'), Move('click[< prev]')]
+    found = before.startswith('search[') or before == 'click[next >]'
+    if found and action != 'click[next >]':  # It opened the product.
+      for page in ('description', 'features'):
+        if rng.random() < _BROWSES:
+          moves += [Move(f'click[{page}]'), Move('click[< prev]')]
   return tuple(moves)
 
 

@@ -332,6 +332,19 @@ def test_the_row_of_publications_on_sciworld_has_scores():
   )
 
 
+def test_the_row_of_publications_on_webshop_has_score_and_success():
+  sizes = {'train': 9, 'dev': 3, 'test': 3}
+  description = described('webshop', {}, ['human', 'synthetic'], sizes)
+  played = [episode(won, 4, 5, name='human') for won in (True, False, False)]
+  found = evaluate.results('test', {'x': played}, description)
+  lines = squeezed(evaluate.markdown([found], evaluate.layout(description)))
+  assert lines[2].startswith('| policy | split | Human | Synthetic | All |')
+  # Scores of 100, 30 and 30.
+  assert lines[4].startswith(
+    '| x | test (goals 0 to 499) | 33.3 / 53.3 (3) | - | 33.3 / 53.3 (3) |'
+  )
+
+
 def test_a_service_without_the_sets_has_its_types_for_columns():
   types = alfworld().task_names
   shape = evaluate.layout(described('alfworld', {}, types))

@@ -25,9 +25,8 @@ def test_browse_adds_only_pages_and_ways_back():
     actions = browsed(seed)
     added = []
     left = list(GOLD)
-    for action, after in zip(actions, (*actions[1:], ''), strict=True):
-      # `click[next >]` of the solution is not followed by a way back.
-      if action == left[0] and after != 'click[< prev]':
+    for action in actions:
+      if action == left[0]:
         left.pop(0)
       else:
         added.append(action)
@@ -39,12 +38,12 @@ def test_browse_adds_only_pages_and_ways_back():
       if page in actions:
         assert actions.index('click[b0042]') < actions.index(page)
         assert actions.index(page) < actions.index('click[large]')
-  assert seen == {'click[next >]', 'click[description]', 'click[features]'}
+  assert seen == {'click[description]', 'click[features]'}
 
 
 def test_browse_varies_in_turns():
   lengths = {len(browsed(seed)) for seed in range(40)}
-  assert lengths == {5, 7, 9, 11}
+  assert lengths == {5, 7, 9}
 
 
 @pytest.mark.parametrize(

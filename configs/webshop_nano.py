@@ -1,0 +1,48 @@
+"""A nano policy in a small shop, on a laptop's CPU.
+
+  python -m envs_server.webshop.catalogue data/shop --plain --products 300 \
+    --goals 6000
+  export WEBSHOP_DATA=$PWD/data/shop
+  python launch/train.py --config=configs/webshop_nano.py --workdir=runs/shop
+
+The catalogue is synthetic: real pages, search and rewards, not the benchmark.
+The policy it starts from (2.1 M parameters, in `planpo_jax/assets/nano_webshop`)
+imitates a shopper that knows the goal and often reads pages of the product that
+it need not. The command that made it:
+
+  python launch/warmstart.py --config=configs/webshop_nano.py \
+    --workdir=runs/warmstart --output=planpo_jax/assets/nano_webshop
+"""
+
+import ml_collections
+
+from configs import base, quickstart
+
+
+def get_config(variant: str = '') -> ml_collections.ConfigDict:
+  config = quickstart.get_config()
+  config.env.name = 'webshop'
+  config.env.options = ''
+  config.env.task_types = ('human',)
+  config.env.eval_split = 'test'
+  config.env.max_turns = 12
+  # The whole conversation, as in the quickstart.
+  config.chat.max_context = 1280
+  config.chat.max_response = 48
+  config.learner.row_len = 1280
+  config.model.checkpoint = 'nano_webshop'
+  config.train.steps = 12
+  config.advantage.planpo.alpha_init = 0.1
+  config.advantage.planpo.alpha_final = 0.05
+  config.optimizer.warmup_steps = 2
+  config.eval.episodes = 120
+  config.eval.max_turns = 12
+
+  config.warmstart.styles = ml_collections.ConfigDict(
+    {'gold': 0.4, 'browse': 0.6}
+  )
+  config.warmstart.max_turns = 12
+  config.warmstart.detour_rate = 0.0
+  config.warmstart.repeats = 1
+  config.warmstart.epochs = 6
+  return base.variant(config, variant)

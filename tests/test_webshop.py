@@ -1,0 +1,419 @@
+"""WebShop as an environment of the service, on a generated catalogue."""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from envs_server import env, webshop
+from envs_server.webshop import catalogue, environment, files, nouns, store
+from planpo_jax.prompts import actions
+
+# Some goals of either type are left to train on, and every oddity is there.
+PRODUCTS = 300
+
+
+@pytest.fixture(scope='module')
+def webshop_folder(tmp_path_factory):
+  """A generated catalogue; $WEBSHOP_DATA."""
+  folder = tmp_path_factory.mktemp('webshop')
+  catalogue.generate(folder, products=PRODUCTS)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv(files.FOLDER, str(folder))
+    patch.delenv(files.LIMIT, raising=False)
+    patch.delenv(environment._INDEX, raising=False)
+    yield folder
+
+
+@pytest.fixture(scope='module')
+def shop(webshop_folder):
+  return webshop.make_env()
+
+
+@pytest.fixture(scope='module')
+def opened(shop, webshop_folder):
+  return store.Store.open(store.find_or_build(files.locate(webshop_folder)))
+
+
+def task(index=1500, name='human', split='train', **fields):
+  return env.Task('webshop', split, index, name, **fields)
+
+
+def test_the_catalog(shop, opened):
+  catalog = shop.catalog()
+  catalog.check_itself()
+  assert catalog.version == (
+    f'webshop 1, {len(opened)} products {opened.digest}, nouns by '
+    f'{nouns.load().name}'
+  )
+  assert list(catalog.indices) == ['train', 'dev', 'test']
+  assert catalog.task_names == ('human', 'synthetic')
+  for name in catalog.task_names:
+    numbers = {i for found in catalog.indices.values() for i in found[name]}
+    assert numbers <= set(range(len(opened.goals[name])))
+    assert max(catalog.indices['test'][name]) == 499
+    assert max(catalog.indices['dev'][name]) == 1499
+    assert min(catalog.indices['train'][name]) >= 1500
+  assert catalog.options == {
+    'observation': ('text', 'text_rich'),
+    'attributes': ('hidden', 'shown'),
+  }
+
+
+def test_types_without_goals_have_no_indices(
+  webshop_folder, tmp_path, monkeypatch
+):
+  for path in webshop_folder.glob('items_[!h]*.json'):
+    shutil.copy(path, tmp_path)
+  monkeypatch.setenv(files.FOLDER, str(tmp_path))
+  catalog = webshop.make_env().catalog()
+  assert [len(of['human']) for of in catalog.indices.values()] == [0, 0, 0]
+  assert len(catalog.indices['test']['synthetic']) == 500
+  catalog.check_itself()
+
+
+def test_an_episode_begins_with_the_goal(shop, opened):
+  goal = opened.goals['human'][1500]
+  seen = shop.reset(task())
+  assert seen == env.Observation(
+    text='WebShop [SEP] Instruction: [SEP] '
+    f'{goal.instruction.strip()} [SEP] Search',
+    goal=goal.instruction,
+    info={'page': 'search'},
+  )
+
+
+def solvable(shop, opened, *, choices=1):
+  """The first goal with as many options that has a solution, and that."""
+  for index in range(1500, 1600):
+    if len(opened.goals['human'][index].options) >= choices:
+      seen = shop.reset(task(index), True)
+      if seen.expert_actions:
+        return index, seen.expert_actions
+  raise AssertionError('no goal has a solution')
+
+
+def test_a_purchase_ends_the_episode(shop, opened):
+  index, solution = solvable(shop, opened)
+  goal = opened.goals['human'][index]
+  shop.reset(task(index))
+  seen = [shop.step(action) for action in solution]
+  for one in seen[:-1]:
+    assert (one.score, one.success, one.terminated) == (0.0, False, False)
+  assert (seen[-1].score, seen[-1].success, seen[-1].terminated) == (
+    100.0,
+    True,
+    True,
+  )
+  info = seen[-1].info
+  assert info['asin'] == opened.product(goal.row).asin
+  assert len(json.loads(info['chosen'])) == len(goal.options)
+  parts = ('type', 'attributes', 'options')
+  assert [info[f'reward_{part}'] for part in parts] == ['1.0'] * 3
+  assert info['reward_price'] == 'True'
+
+
+def test_a_part_of_the_reward_is_no_success(shop, opened):
+  """Without its options, of attributes + options + 1 the options are lost."""
+  index, solution = solvable(shop, opened)
+  goal = opened.goals['human'][index]
+  shop.reset(task(index))
+  code = opened.product(goal.row).asin.lower()
+  for action in solution[: solution.index(f'click[{code}]') + 1]:
+    shop.step(action)
+  seen = shop.step('click[buy now]')
+  got, lost = len(goal.attributes) + 1, len(goal.options)
+  assert seen.score == pytest.approx(100 * got / (got + lost))
+  assert (seen.success, seen.terminated) == (False, True)
+  assert seen.info['chosen'] == '{}'
+
+
+@pytest.mark.parametrize('name', ['human', 'synthetic'])
+def test_the_expert_wins(shop, opened, name):
+  won = 0
+  numbers = random.Random(0).sample(range(len(opened.goals[name])), 100)
+  for number in numbers:
+    of = next(
+      (split, found)
+      for split, found in shop.catalog().indices.items()
+      if split == 'train' or number in found[name]
+    )
+    solution = shop.reset(task(number, name, of[0]), True).expert_actions
+    assert len(solution) <= 15
+    seen = [shop.step(action) for action in solution]
+    # It says nothing where it would not win.
+    assert all(one.success == (one is seen[-1]) for one in seen)
+    won += bool(seen)
+  assert won >= 95
+
+
+def test_admissible_actions_can_be_taken_as_they_are(shop):
+  """Each leads to another page, or shows this one anew."""
+  draw = random.Random(1)
+  names = set()
+  for index in range(1500, 1515):
+    seen = shop.reset(task(index), admissible=True)
+    assert seen.admissible == ('search[<keywords>]',)
+    seen = shop.step(f'search[{seen.goal}]')
+    for _ in range(14):
+      before = shop._session.page
+      seen = shop.step(draw.choice(seen.admissible))
+      assert shop._session.page is not before
+      names.add(seen.info['page'])
+      if seen.terminated:
+        assert seen.admissible == ()
+        break
+  assert names >= {'search', 'results', 'item', 'Features', 'done'}
+  assert shop.reset(task()).admissible == ()
+
+
+def test_the_seed_of_a_task_changes_nothing(shop, opened):
+  index, solution = solvable(shop, opened)
+  played = []
+  for seed in (0, 7, -1):
+    seen = [shop.reset(task(index, seed=seed), True, True)]
+    played.append(seen + [shop.step(action) for action in solution])
+  assert played[0] == played[1] == played[2]
+
+
+def test_a_reset_forgets_the_episode_before(shop, opened):
+  index, solution = solvable(shop, opened)
+  fresh = shop.reset(task(index), True)
+  for action in solution[:-1]:
+    shop.step(action)
+  assert shop.reset(task(index), True) == fresh
+  # Nothing stays chosen or marked.
+  last = [shop.step(action) for action in solution[:2]]
+  shop.reset(task(index))
+  assert [shop.step(action) for action in solution[:2]] == last
+
+
+def test_options_change_what_is_shown(shop, opened):
+  index, solution = solvable(shop, opened)
+  options = {'observation': 'text_rich', 'attributes': 'shown'}
+  seen = shop.reset(task(index, options=options))
+  assert seen.text == (
+    f'WebShop\nInstruction: \n{seen.goal}\n[button] Search [button_]\n'
+  )
+  for action in solution[:-1]:
+    seen = shop.step(action)
+  assert seen.text.startswith('You have clicked ')
+  assert '\n[button] Attributes [button_]\n' in seen.text
+  wanted = opened.product(opened.goals['human'][index].row)
+  text = shop.step('click[attributes]').text
+  assert f'\n {wanted.attributes[0]}\n' in text
+  # Neither stays for the next episode.
+  assert ' [SEP] ' in shop.reset(task(index)).text
+  for action in solution[:-1]:
+    seen = shop.step(action)
+  assert 'Attributes' not in seen.text
+  assert shop.reset(task(options={'observation': ''})).text == (
+    shop.reset(task()).text
+  )
+
+
+def test_an_option_has_one_value(shop):
+  with pytest.raises(env.TaskError) as caught:
+    shop.reset(task(options={'observation': 'text,text_rich'}))
+  assert str(caught.value) == (
+    "option 'observation' has one value, not 'text,text_rich'; name one of "
+    'text, text_rich.'
+  )
+
+
+# Plays forty tasks at random and prints a digest of all that is answered.
+TRANSCRIPT = """
+import hashlib, random
+from envs_server import env, webshop
+shop, draw, digest = webshop.make_env(), random.Random(3), hashlib.sha256()
+for index in range(1500, 1520):
+  for name in ('human', 'synthetic'):
+    seen = shop.reset(env.Task('webshop', 'train', index, name), True, True)
+    digest.update(repr(seen).encode())
+    known = list(seen.expert_actions[:2])
+    for _ in range(10):
+      if seen.terminated:
+        break
+      seen = shop.step(known.pop(0) if known else draw.choice(seen.admissible))
+      digest.update(repr(seen).encode())
+print(shop.catalog().version, digest.hexdigest())
+"""
+
+
+def python(code, **variables):
+  return subprocess.run(
+    [sys.executable, '-c', code],
+    env=os.environ | variables,
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_two_processes_play_the_same(webshop_folder, shop):
+  first, second = (
+    python(TRANSCRIPT, PYTHONHASHSEED=seed) for seed in ('1', '2')
+  )
+  assert first.returncode == 0, first.stderr
+  assert first.stdout == second.stdout
+  assert first.stdout.startswith(shop.catalog().version)
+  assert len(first.stdout.split()[-1]) == hashlib.sha256().digest_size * 2
+
+
+def test_odd_values_reach_the_policy_and_come_back(shop, opened):
+  """Those with slashes, brackets and letters of other scripts, as the service
+  sends actions: in lower case, and with blanks folded."""
+  chosen = []
+  for row in range(len(opened)):
+    product = opened.product(row)
+    odd = [
+      value
+      for values in product.options.values()
+      for value in values
+      if set(value) & set('[|') or not value.isascii()
+    ]
+    if not odd:
+      continue
+    shop.reset(task(options={'observation': 'text_rich'}))
+    words = re.sub(r'\W', ' ', product.title)
+    shop.step(actions.fold(f'search[{words}]'))
+    seen = shop.step(actions.fold(f'click[{product.asin}]'))
+    for value in odd:
+      assert f'  [button] {value} [button_]\n' in seen.text
+      now = shop.step(actions.fold(f'click[{value}]'))
+      assert now.text.startswith(f'You have clicked {value}.\n')
+      shop.step('click[< prev]')
+      shop.step(f'click[{product.asin}]')
+    chosen += odd
+  assert {'4 oz  |  2 pack', 'size [xl]', '黒色', 'green 🌿'} <= set(chosen)
+
+
+@pytest.fixture
+def checked(webshop_folder, monkeypatch):
+  """The folder that a service settles on; its workers open it."""
+  # Put back afterwards, whatever the check sets.
+  monkeypatch.setenv(environment._INDEX, '')
+  webshop.check()
+  return pathlib.Path(os.environ[environment._INDEX])
+
+
+def test_check_says_what_was_found(checked, capsys):
+  webshop.check()
+  told = capsys.readouterr()
+  assert told.out == ''
+  head, *table = told.err.splitlines()[-4:]
+  opened = store.Store.open(checked)
+  assert head == (
+    f'WebShop: {len(opened)} products {opened.digest} in {checked}, nouns by '
+    f'{nouns.load().name}'
+  )
+  assert table[0].split() == ['goals', 'train', 'dev', 'test']
+  for line, name in zip(table[1:], ('human', 'synthetic'), strict=True):
+    found = opened.goals[name].splits
+    sizes = [str(len(found[split])) for split in ('train', 'dev', 'test')]
+    assert line.split() == [name, *sizes]
+  assert 'warning' not in told.err
+
+
+def test_check_builds_with_word_of_it_and_warns_of_no_goal_to_train_on(
+  tmp_path, monkeypatch, capsys
+):
+  catalogue.generate(tmp_path, products=10, plain=True)
+  (tmp_path / files.HUMAN).unlink()
+  monkeypatch.setenv(files.FOLDER, str(tmp_path))
+  monkeypatch.setenv(environment._INDEX, '')
+  webshop.check()
+  told = capsys.readouterr().err
+  assert '10 products read; making the search index\n' in told
+  assert told.endswith(
+    'warning: there is no goal to train on: the first 1500 of each type are of '
+    'test and dev; give more products.\n'
+  )
+
+
+def test_workers_open_what_the_service_settled_on(
+  checked, shop, tmp_path, monkeypatch
+):
+  """Also when the data change, for tasks must stay what they were."""
+  catalogue.generate(tmp_path, products=10, plain=True)
+  monkeypatch.setenv(files.FOLDER, str(tmp_path))
+  assert webshop.make_env().catalog() == shop.catalog()
+  monkeypatch.delenv(environment._INDEX)
+  assert webshop.make_env().catalog() != shop.catalog()
+
+
+def test_check_without_data_says_where_they_come_from(monkeypatch):
+  monkeypatch.setenv(environment._INDEX, '')
+  monkeypatch.delenv(files.FOLDER, raising=False)
+  with pytest.raises(RuntimeError, match=r'WEBSHOP_DATA is not set.*gdown'):
+    webshop.check()
+  assert os.environ[environment._INDEX] == ''
+
+
+def test_check_names_data_that_are_broken(tmp_path, monkeypatch):
+  monkeypatch.setenv(environment._INDEX, '')
+  catalogue.generate(tmp_path, products=10, plain=True)
+  (tmp_path / files.FULL[0]).write_text('[{"asin": "B1"')
+  monkeypatch.setenv(files.FOLDER, str(tmp_path))
+  with pytest.raises(RuntimeError, match='items_shuffle.json, at record 0'):
+    webshop.check()
+
+
+def test_check_without_a_package_says_how_to_install_it(webshop_folder):
+  code = (
+    'import sys; sys.modules["Stemmer"] = None\n'
+    'from envs_server import webshop\n'
+    'webshop.check()'
+  )
+  done = python(code)
+  assert done.returncode == 1
+  assert 'RuntimeError: WebShop is not installed (' in done.stderr
+  assert 'pip install -r envs_server/requirements.txt' in done.stderr
+
+
+def test_importing_is_cheap_and_playing_needs_no_jax(webshop_folder):
+  code = (
+    'import sys\n'
+    'from envs_server import webshop\n'
+    'print([m for m in ("numpy", "thefuzz", "Stemmer") if m in sys.modules])\n'
+    'webshop.make_env()\n'
+    'print("jax" in sys.modules, "numpy" in sys.modules)'
+  )
+  assert python(code).stdout.split('\n')[:2] == ['[]', 'False True']
+
+
+def test_a_damaged_index_breaks_the_task_and_not_the_environment(
+  checked, tmp_path, monkeypatch, opened
+):
+  """Bytes of a product are overwritten, after a worker has opened it."""
+  copy = tmp_path / 'index'
+  shutil.copytree(checked, copy)
+  monkeypatch.setenv(environment._INDEX, str(copy))
+  worker = webshop.make_env()
+  index, solution = solvable(worker, opened)
+  goal = opened.goals['human'][index]
+  with open(copy / 'products', 'r+b') as file:
+    place = file.read().index(b'"' + opened.product(goal.row).asin.encode())
+    file.seek(place)
+    file.write(b'\xff' * 8)
+  with pytest.raises(env.BrokenTaskError) as caught:
+    worker.reset(task(index), True)
+  assert str(caught.value).startswith(
+    f'human {index} cannot be played, for the index is damaged (Unicode'
+  )
+  worker.reset(task(index))
+  with pytest.raises(env.BrokenTaskError):
+    for action in solution:
+      worker.step(action)
+  other = next(
+    i for i in range(1500, 1600) if opened.goals['human'][i].row != goal.row
+  )
+  assert (
+    worker.reset(task(other)).goal == opened.goals['human'][other].instruction
+  )

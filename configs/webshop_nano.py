@@ -6,7 +6,7 @@
   python launch/train.py --config=configs/webshop_nano.py --workdir=runs/shop
 
 The catalogue is synthetic: real pages, search and rewards, not the benchmark.
-The policy it starts from (2.1 M parameters, in `planpo_jax/assets/nano_webshop`)
+The policy it starts from (2.1 M parameters, `planpo_jax/assets/nano_webshop`)
 imitates a shopper that knows the goal and often reads pages of the product that
 it need not. The command that made it:
 

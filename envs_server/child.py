@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from envs_server import env, lifetime
@@ -154,21 +155,27 @@ def _indices(found) -> dict | list:
   """A million consecutive indices need not be written out."""
   if isinstance(found, range) and found.step == 1:
     return {'from': found.start, 'to': found.stop}
+  if isinstance(found, env.Numbers):
+    return _indices(found.whole) | {'without': list(found.without)}
   return list(found)
 
 
 def catalog(value: dict) -> env.Catalog:
   """The catalog that `_plain` wrote."""
   indices = {
-    split: {
-      name: range(found['from'], found['to'])
-      if isinstance(found, dict)
-      else tuple(found)
-      for name, found in by_name.items()
-    }
+    split: {name: _read_indices(found) for name, found in by_name.items()}
     for split, by_name in value['indices'].items()
   }
   return env.Catalog(**value | {'indices': indices})
+
+
+def _read_indices(found: dict | list) -> Sequence[int]:
+  """The indices that `_indices` wrote."""
+  if isinstance(found, list):
+    return tuple(found)
+  whole = range(found['from'], found['to'])
+  without = tuple(found.get('without', ()))
+  return env.Numbers(whole, without) if without else whole
 
 
 def observation(value: dict) -> env.Observation:

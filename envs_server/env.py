@@ -8,13 +8,14 @@ heavy is imported by these functions.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import importlib
 import logging
 import pkgutil
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 # A line on stderr that begins so tells that `check` gets on with something that
@@ -82,6 +83,45 @@ class Observation:
   expert_actions: tuple[str, ...] = ()
   admissible: tuple[str, ...] = ()
   info: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Sequence[int]):
+  """Consecutive numbers, but for a few.
+
+  Attributes:
+    whole: all of them.
+    without: those that are left out; sorted.
+  """
+
+  whole: range
+  without: tuple[int, ...]
+
+  def __len__(self) -> int:
+    return len(self.whole) - len(self.without)
+
+  def __contains__(self, number: object) -> bool:
+    if number not in self.whole:
+      return False
+    place = bisect.bisect_left(self.without, number)
+    return place == len(self.without) or self.without[place] != number
+
+  def __getitem__(self, place):
+    if isinstance(place, slice):
+      return [self[i] for i in range(*place.indices(len(self)))]
+    place = range(len(self))[place]
+    # How many that are left out come before it.
+    first = self.whole.start
+    before = bisect.bisect_right(
+      range(len(self.without)), place, key=lambda i: self.without[i] - first - i
+    )
+    return self.whole[place + before]
+
+  def __iter__(self) -> Iterator[int]:
+    start = self.whole.start
+    for number in (*self.without, self.whole.stop):
+      yield from range(start, number)
+      start = number + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +221,10 @@ class Catalog:
           '(with no indices where it has none).'
         )
       for name, found in by_name.items():
-        ends = (found[0], found[-1]) if isinstance(found, range) else found
-        for index in ends if len(found) else ():
+        ends = found
+        if isinstance(found, range | Numbers) and len(found):
+          ends = (found[0], found[-1])
+        for index in ends:
           if not (isinstance(index, int) and 0 <= index < 2**31):
             raise ValueError(
               f'{name} of split {split!r} has the index {index!r}; indices are '

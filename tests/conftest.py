@@ -51,3 +51,20 @@ def _let_programs_go():
 
   jax.clear_caches()
   gc.collect()
+
+
+@pytest.fixture(scope='session')
+def webshop_folder(tmp_path_factory):
+  """A generated catalogue; $WEBSHOP_DATA.
+
+  Of 300 products: some goals of either type are left to train on, and every
+  oddity is there.
+  """
+  from envs_server.webshop import catalogue
+
+  folder = tmp_path_factory.mktemp('webshop')
+  catalogue.generate(folder, products=300)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('WEBSHOP_DATA', str(folder))
+    patch.delenv('WEBSHOP_PRODUCTS', raising=False)
+    yield folder

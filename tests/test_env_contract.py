@@ -12,8 +12,8 @@ ODD = ('', 'xyzzy', '7', 'look\naround', 'é 漢', '\0', 'x' * 5000, '../../etc'
 
 @pytest.fixture(scope='module', params=env.known())
 def made(request):
-  if request.param == 'alfworld':
-    request.getfixturevalue('alfworld_folder')
+  if request.param in ('alfworld', 'webshop'):
+    request.getfixturevalue(f'{request.param}_folder')
   game = env.module(request.param).make_env()
   yield request.param, game
   game.close()
@@ -30,7 +30,7 @@ def some_tasks(name, game):
 
 
 def test_names_are_those_of_the_package():
-  assert {'toy', 'sciworld', 'alfworld'} <= set(env.known())
+  assert {'toy', 'sciworld', 'alfworld', 'webshop'} <= set(env.known())
 
 
 def test_catalog_is_whole(made):

@@ -16,21 +16,6 @@ from envs_server import env, webshop
 from envs_server.webshop import catalogue, environment, files, nouns, store
 from planpo_jax.prompts import actions
 
-# Some goals of either type are left to train on, and every oddity is there.
-PRODUCTS = 300
-
-
-@pytest.fixture(scope='module')
-def webshop_folder(tmp_path_factory):
-  """A generated catalogue; $WEBSHOP_DATA."""
-  folder = tmp_path_factory.mktemp('webshop')
-  catalogue.generate(folder, products=PRODUCTS)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv(files.FOLDER, str(folder))
-    patch.delenv(files.LIMIT, raising=False)
-    patch.delenv(environment._INDEX, raising=False)
-    yield folder
-
 
 @pytest.fixture(scope='module')
 def shop(webshop_folder):

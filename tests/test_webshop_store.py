@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from envs_server import env
 from envs_server.webshop import files, goals, products, search, store
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
@@ -410,7 +411,7 @@ def test_numbers_are_those_of_a_list(start, length, data):
     if length
     else strategies.just(set())
   )
-  found = store.Numbers(whole, tuple(sorted(left)))
+  found = env.Numbers(whole, tuple(sorted(left)))
   listed = [number for number in whole if number not in left]
   assert list(found) == listed and len(found) == len(listed)
   assert [found[i] for i in range(len(listed))] == listed

@@ -46,7 +46,7 @@ def check() -> None:
     RuntimeError: the data are missing or damaged.
   """
   try:
-    path = _find(_say)
+    path = _find(lambda line: _say(env.PREPARING + line))
     opened = store.Store.open(path)
   except (OSError, ValueError) as error:
     raise RuntimeError(str(error)) from error

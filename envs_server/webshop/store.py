@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from envs_server import env
 from envs_server.webshop import files, goals, products, search
 
 # Raised when folders that were built before can no longer be read.
@@ -50,45 +51,6 @@ _ARRAYS = {
 _REPORT = 50_000
 
 Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbers(Sequence[int]):
-  """Consecutive numbers, but for a few.
-
-  Attributes:
-    whole: all of them.
-    without: those that are left out; sorted.
-  """
-
-  whole: range
-  without: tuple[int, ...]
-
-  def __len__(self) -> int:
-    return len(self.whole) - len(self.without)
-
-  def __contains__(self, number: object) -> bool:
-    if number not in self.whole:
-      return False
-    place = bisect.bisect_left(self.without, number)
-    return place == len(self.without) or self.without[place] != number
-
-  def __getitem__(self, place):
-    if isinstance(place, slice):
-      return [self[i] for i in range(*place.indices(len(self)))]
-    place = range(len(self))[place]
-    # How many that are left out come before it.
-    first = self.whole.start
-    before = bisect.bisect_right(
-      range(len(self.without)), place, key=lambda i: self.without[i] - first - i
-    )
-    return self.whole[place + before]
-
-  def __iter__(self) -> Iterator[int]:
-    start = self.whole.start
-    for number in (*self.without, self.whole.stop):
-      yield from range(start, number)
-      start = number + 1
 
 
 class Goals(abc.ABC, Sequence[products.Goal]):
@@ -192,7 +154,7 @@ class Store:
     }
     for kind, found in self.goals.items():
       found.splits = {
-        split: Numbers(numbers, tuple(without)) if without else numbers
+        split: env.Numbers(numbers, tuple(without)) if without else numbers
         for split, numbers in goals.splits(len(found)).items()
         for without in [meta['left_out'][kind][split]]
       }

@@ -35,7 +35,7 @@ def test_the_catalog(shop, opened):
   catalog = shop.catalog()
   catalog.check_itself()
   assert catalog.version == (
-    f'webshop 1, {len(opened)} products {opened.digest}, nouns by '
+    f'webshop 1, {len(opened)} generated products {opened.digest}, nouns by '
     f'{nouns.load().name}'
   )
   assert list(catalog.indices) == ['train', 'dev', 'test']
@@ -295,8 +295,8 @@ def test_check_says_what_was_found(checked, capsys):
   head, *table = told.err.splitlines()[-4:]
   opened = store.Store.open(checked)
   assert head == (
-    f'WebShop: {len(opened)} products {opened.digest} in {checked}, nouns by '
-    f'{nouns.load().name}'
+    f'WebShop: {len(opened)} generated products {opened.digest} in {checked}, '
+    f'nouns by {nouns.load().name}'
   )
   assert table[0].split() == ['goals', 'train', 'dev', 'test']
   for line, name in zip(table[1:], ('human', 'synthetic'), strict=True):

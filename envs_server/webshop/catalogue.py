@@ -47,7 +47,6 @@ from envs_server.webshop import files
 # Of the files; raised when the same arguments give others.
 VERSION = 1
 FILES = (*files.FULL, files.HUMAN)
-MARKER = 'GENERATED.json'
 NOTE = (
   'Made by envs_server/webshop/catalogue.py of planpo_jax. These products and '
   'goals are not the WebShop benchmark, and scores on them compare with '
@@ -250,11 +249,11 @@ def generate(
     _write(plan, [aside / name for name in names], gzip)
     sizes = {name: (aside / name).stat().st_size for name in names}
     marker = json.dumps({**wanted, 'files': sizes}, indent=2) + '\n'
-    (aside / MARKER).write_text(marker, encoding='utf-8', newline='\n')
+    (aside / files.GENERATED).write_text(marker, encoding='utf-8', newline='\n')
     for name in old:
       (target / name).unlink()
     # The marker first, so that no moment shows files that nothing marks.
-    for name in (MARKER, *names):
+    for name in (files.GENERATED, *names):
       (aside / name).replace(target / name)
 
 
@@ -335,7 +334,7 @@ def _standing(
   Raises:
     Refusal: what stands there may not be replaced.
   """
-  marker = target / MARKER
+  marker = target / files.GENERATED
   found = {}
   if marker.exists():
     try:
@@ -356,8 +355,9 @@ def _standing(
   for path in there:
     if sizes.get(path.name) != path.stat().st_size:
       raise Refusal(
-        f'{path} was not made here: {MARKER} beside it does not name it with '
-        'its size. Files of others are never replaced; choose an empty folder.'
+        f'{path} was not made here: {files.GENERATED} beside it does not name '
+        'it with its size. Files of others are never replaced; choose an empty '
+        'folder.'
       )
   if not there:
     return []
@@ -963,7 +963,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print('stopped; nothing was written', file=sys.stderr)
     return 130
   target = pathlib.Path(os.path.expanduser(arguments['target']))
-  found = json.loads((target / MARKER).read_text(encoding='utf-8'))
+  found = json.loads((target / files.GENERATED).read_text(encoding='utf-8'))
   for name, size in found['files'].items():
     print(f'{target / name}: {size} bytes')
   print(f'{found["products"]} products, {found["goals"]} human goals')

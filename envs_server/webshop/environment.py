@@ -70,13 +70,10 @@ class WebShop:
   def catalog(self) -> env.Catalog:
     """See `env.TextEnv`."""
     return env.Catalog(
-      version=f'webshop 1, {len(self._store)} products {self._store.digest}, '
-      f'nouns by {self._tagger.name}',
+      version=f'webshop 1, {_said(self._store)}, nouns by {self._tagger.name}',
       action_format=_ACTION_FORMAT,
       indices={
-        split: {
-          name: self._store.goals[name].splits[split] or () for name in _TYPES
-        }
+        split: {name: self._store.goals[name].splits[split] for name in _TYPES}
         for split in _SPLITS
       },
       options=_OPTIONS,
@@ -177,11 +174,16 @@ def _value(task: env.Task, option: str) -> str:
   return given[0] if given else _OPTIONS[option][0]
 
 
+def _said(opened: store.Store) -> str:
+  """Which data they are."""
+  kind = 'generated products' if opened.generated else 'products'
+  return f'{len(opened)} {kind} {opened.digest}'
+
+
 def _table(opened: store.Store, path: pathlib.Path) -> str:
   """What was found, for people who start a service."""
   lines = [
-    f'WebShop: {len(opened)} products {opened.digest} in {path}, nouns by '
-    f'{nouns.load().name}',
+    f'WebShop: {_said(opened)} in {path}, nouns by {nouns.load().name}',
     f'{"goals":12}' + ''.join(f'{split:>10}' for split in _SPLITS),
   ]
   for name in _TYPES:

@@ -26,6 +26,8 @@ FULL = ('items_shuffle.json', 'items_ins_v2.json')
 SMALL = ('items_shuffle_1000.json', 'items_ins_v2_1000.json')
 SMALL_SIZE = 1000
 HUMAN = 'items_human_ins.json'
+# Lies beside the files if `catalogue` made them.
+GENERATED = 'GENERATED.json'
 # On Google Drive, as the WebShop project publishes them.
 _DRIVE = {
   SMALL[0]: '1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib',

@@ -131,6 +131,7 @@ class Store:
   Attributes:
     digest: of the products and goals.
     counts: how many there are, by kind, and how many records they are from.
+    generated: the data are not the benchmark's.
     goals: by kind, `human` and `synthetic`.
   """
 
@@ -139,6 +140,7 @@ class Store:
     arrays = {name: _map(path / name, kind) for name, kind in _ARRAYS.items()}
     self.digest: str = meta['digest']
     self.counts: dict[str, int] = meta['counts']
+    self.generated: bool = meta['generated']
     self._lines = search.Texts(arrays['products'], arrays['product_ends'])
     self._asins = search.Words(arrays['asin_text'], arrays['asin_ends'])
     self._rows = arrays['asin_rows']
@@ -273,6 +275,7 @@ def build(
           'start again when they are complete.'
         )
       meta |= {'layout': _LAYOUT, 'key': key, 'seed': seed}
+      meta['generated'] = (sources.items.parent / files.GENERATED).exists()
       meta['sizes'] = {name: (part / name).stat().st_size for name in _ARRAYS}
       with _writing(part / _META) as file:
         file.write(json.dumps(meta, indent=2).encode())

@@ -28,7 +28,7 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.env.max_turns = 12
   # The whole conversation, as in the quickstart.
   config.chat.max_context = 1280
-  config.chat.max_response = 48
+  config.chat.max_response = 64
   config.learner.row_len = 1280
   config.model.checkpoint = 'nano_webshop'
   config.train.steps = 12
@@ -44,5 +44,6 @@ def get_config(variant: str = '') -> ml_collections.ConfigDict:
   config.warmstart.max_turns = 12
   config.warmstart.detour_rate = 0.0
   config.warmstart.repeats = 1
-  config.warmstart.epochs = 6
+  config.warmstart.epochs = 4
+  config.warmstart.minibatches = 120
   return base.variant(config, variant)

@@ -27,6 +27,7 @@ bench: $(VENV)/dev.stamp $(VENV)/alfworld.stamp
 	$(BIN)/python benchmarks/theorem1.py
 	$(BIN)/python benchmarks/env_service.py
 	[ ! -e $(VENV)/alfworld.stamp ] || $(BIN)/python benchmarks/alfworld_steps.py
+	$(BIN)/python benchmarks/webshop.py --sizes 1000 100000
 	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/model.py $(ARGS)
 

@@ -402,3 +402,45 @@ def test_a_damaged_index_breaks_the_task_and_not_the_environment(
   assert (
     worker.reset(task(other)).goal == opened.goals['human'][other].instruction
   )
+
+
+def looked_into(*flags, data, actions=''):
+  """What `python -m envs_server.webshop` does in a process of its own."""
+  return subprocess.run(
+    [sys.executable, '-m', 'envs_server.webshop', *flags],
+    input=actions,
+    env=os.environ | {files.FOLDER: str(data), environment._INDEX: ''},
+    capture_output=True,
+    text=True,
+  )
+
+
+def test_an_expert_can_be_watched(shop, opened, webshop_folder):
+  number, solution = solvable(shop, opened)
+  done = looked_into(f'--goal={number}', '--expert', data=webshop_folder)
+  assert done.returncode == 0, done.stderr
+  shown = [line[2:] for line in done.stdout.splitlines() if line[:2] == '> ']
+  assert tuple(shown) == solution
+  assert done.stdout.endswith('\nscore 100, success True\n')
+
+
+def test_one_can_shop_by_hand(webshop_folder):
+  done = looked_into(
+    '--goal=1500', data=webshop_folder, actions='search[soap]\nclick[next >]\n'
+  )
+  assert done.returncode == 0, done.stderr
+  pages = re.findall(r'WebShop \[SEP\]|Page (\d+) \(Total', done.stdout)
+  assert pages == ['', '1', '2']
+
+
+def test_a_goal_that_there_is_not_is_named(webshop_folder):
+  done = looked_into('--goal=123456', data=webshop_folder)
+  assert done.returncode == 1 and done.stdout == ''
+  assert done.stderr.splitlines()[-1].startswith('human has no index 123456 ')
+
+
+def test_a_shop_without_data_cannot_be_looked_into(tmp_path):
+  done = looked_into(data=tmp_path / 'none')
+  assert done.returncode == 1
+  assert done.stderr.startswith('$WEBSHOP_DATA=')
+  assert 'setup.sh -d small' in done.stderr

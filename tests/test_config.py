@@ -59,8 +59,9 @@ def test_every_preset_passes_on_every_experiment(name, preset):
   plain = module.get_config(method)
   plain.model.checkpoint = full.model.checkpoint
   same = full.to_json() == plain.to_json()
-  # ALFWorld's settings are what `planpo_paper` sets, ScienceWorld's are others.
-  is_paper = preset == 'planpo_paper' and name.startswith('alfworld')
+  # `planpo_paper` sets what ALFWorld and WebShop have, ScienceWorld has others.
+  paper = ('alfworld', 'webshop')
+  is_paper = preset == 'planpo_paper' and name.startswith(paper)
   assert same == (preset == method or is_paper)
 
 

@@ -33,12 +33,10 @@ DETOURS = {
   'sciworld': ('look around', 'inventory', 'wait1'),
   'toy': ('look',),
 }
-# ScienceWorld simplifications without which a style has no commands to use.
 # Styles of one environment alone.
 _STYLE_OF = {'browse': 'webshop', 'search': 'alfworld'}
 # ScienceWorld simplifications without which a style has no commands to use.
 _STYLE_NEEDS = {'brisk': 'openDoors', 'teleport': 'teleportAction'}
-
 
 # Share of the steps whose thought is in the other manner than its episode.
 _MANNER_NOISE = 0.15

@@ -10,10 +10,10 @@ Table 1 of PlanPO, arXiv 2608.17289: score 86.8, success 77.2 (GiGPO 83.5 and
 goal wholly, 0.1 less for a response without its tags, lr 1e-6, KL 0.01, alpha
 0.1 -> 0.05.
 
-Logs of those scripts show 6,910 goals, which are the synthetic ones of the 1,000
-products, where the papers speak of 1.1 million products; they train on goals 500
-and up, which here are `train` and, below 1,500, `dev`. Which products are played
-is what WEBSHOP_DATA holds, and is kept in environment.json of the run;
+Logs of those scripts show 6,910 goals, which are the synthetic ones of 1,000
+products, where the papers speak of 1.1 million products; they train on goals
+500 and up, which here are `train` and, below 1,500, `dev`. Which products are
+played is what WEBSHOP_DATA holds, and is kept in environment.json of the run;
 --config.env.task_types="('human',)" plays what people wrote.
 """
 

@@ -245,17 +245,29 @@ def test_paper_experiments(name, size, billions):
   assert sum(x.size for x in shapes) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-@pytest.mark.parametrize('name', ['alfworld_1_5b', 'alfworld_7b'])
-def test_paper_experiments_on_alfworld(name):
-  config = importlib.import_module(f'configs.{name}').get_config()
+PAPER = {
+  # Prompt tokens, turns, evaluated splits and episodes of each.
+  'alfworld': (2048, 50, ('valid_seen', 'valid_unseen'), 0),
+  'webshop': (4096, 15, (), 256),
+}
+
+
+@pytest.mark.parametrize('size', ['1_5b', '7b'])
+@pytest.mark.parametrize('name', PAPER)
+def test_paper_experiments_of_table_1(name, size):
+  config = importlib.import_module(f'configs.{name}_{size}').get_config()
+  prompt, turns, splits, played = PAPER[name]
+  assert (config.env.name, config.env.train_split) == (name, 'train')
+  assert config.model.size == f'qwen2.5-{size.replace("_", ".")}'
   chat = config.chat
   assert (chat.context, chat.history, chat.prompt) == ('window', 2, 'full')
   assert chat.admissible
   assert (chat.max_context - chat.max_response, chat.max_response) == (
-    2048,
+    prompt,
     512,
   )
-  assert (config.env.max_turns, config.eval.max_turns) == (50, 50)
+  assert config.learner.row_len == chat.max_context
+  assert (config.env.max_turns, config.eval.max_turns) == (turns, turns)
   assert config.train.success_return == 10.0
   assert (config.train.tasks_per_step, config.train.group_size) == (16, 8)
   assert config.train.steps == 150
@@ -264,8 +276,14 @@ def test_paper_experiments_on_alfworld(name):
   assert (planpo.alpha_init, planpo.alpha_final) == (0.1, 0.05)
   assert config.optimizer.learning_rate == 1e-6
   assert config.loss.ppo_clip.kl_coef == 0.01
-  assert config.eval.splits == ('valid_seen', 'valid_unseen')
-  assert (config.eval.episodes, config.eval.temperature) == (0, 0.4)
+  assert config.eval.splits == splits
+  assert (config.eval.episodes, config.eval.temperature) == (played, 0.4)
+
+
+def test_webshop_plays_synthetic_goals_of_the_held_out_split():
+  config = importlib.import_module('configs.webshop_7b').get_config()
+  assert tuple(config.env.task_types) == ('synthetic',)
+  assert config.env.eval_split == 'test' and config.mesh.tensor == 4
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """A nano policy in ALFWorld's bathrooms, on a laptop's CPU.
 
-  python -m envs_server.alfworld_games data/alfworld --per-type 150 \
-    --split all --scenes Bathroom \
-    --types pick_and_place_simple pick_clean_then_place_in_recep
+  for split in train:600 valid_seen:40 valid_unseen:40; do
+    python -m envs_server.alfworld_games data/alfworld --scenes Bathroom \
+      --types pick_and_place_simple pick_clean_then_place_in_recep \
+      --split "${split%:*}" --per-type "${split#*:}"
+  done
   export ALFWORLD_DATA=$PWD/data/alfworld
   python launch/train.py --config=configs/alfworld_nano.py --workdir=runs/alf
 

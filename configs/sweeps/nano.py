@@ -4,8 +4,9 @@
   python launch/report.py runs/nano
 
 Six runs of configs/alfworld_nano.py, which the second command averages over the
-seeds. --base=configs/quickstart.py is the same comparison on ScienceWorld;
---seeds=N plays other seeds than these, 0 to N - 1.
+seeds. --base=configs/webshop_nano.py or configs/quickstart.py is the same
+comparison on WebShop or ScienceWorld; --seeds=N plays other seeds than these, 0
+to N - 1.
 """
 
 from planpo_jax import sweep

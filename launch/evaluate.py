@@ -122,6 +122,7 @@ def main() -> int:
     build,
     capacity,
     checkpoint,
+    environment_record,
     evaluate,
     metrics,
     prompting,
@@ -178,12 +179,15 @@ def main() -> int:
       'settings': config_lib.settings(config.eval),
     }
     shape = evaluate.layout(env.description)
+    played = evaluate.environment(env.description)
+    if workdir and (warning := environment_record.compare(workdir, played)):
+      terminal.say(warning)
     evaluated = {
       'config': None if workdir else _config_name(),
       'workdir': workdir and str(workdir),
       'step': step,
       'model': config.model.checkpoint or config.model.size,
-      'environment': evaluate.environment(env.description),
+      'environment': played,
       'task_types': list(config.env.task_types) or None,
       'options': config.env.options or None,
       'agent': {'name': _AGENT.value} | reflexion_flags,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
@@ -23,6 +21,7 @@ from planpo_jax import (
   checkpoint,
   compilations,
   dump,
+  environment_record,
   episodes,
   evaluate,
   experience,
@@ -184,9 +183,9 @@ def _train(
   else:
     state = learn.create(ref_params)
   if env is not None:
-    _record_environment(
-      workdir, done, evaluate.environment(env.description), terminal
-    )
+    played = evaluate.environment(env.description)
+    if warning := environment_record.keep(workdir, done, played):
+      terminal.say(warning)
   writer = metrics.Writer(workdir, done)
   folder = config.rollout.dump and pathlib.Path(config.rollout.dump)
   recorder = dump.Recorder(folder or None, config.chat.context)
@@ -411,48 +410,3 @@ def _train(
     rows = summary | evaluate.columns(summary)
     terminal.say(f'held-out tasks ({split} split):\n{evaluate.table(rows)}')
   return 0
-
-
-def _record_environment(
-  workdir: pathlib.Path,
-  done: int,
-  played: Mapping[str, Any],
-  terminal: metrics.Terminal,
-) -> None:
-  """Keeps what the run plays in `environment.json`; warns if that changed.
-
-  The file is a list: what the run began with, and what it went on with, each
-  with the number of steps that were done then.
-
-  Raises:
-    ValueError: the file is damaged.
-  """
-  path = workdir / 'environment.json'
-  kept: list[dict[str, Any]] = []
-  # What was tried there before anything was played may have been another run.
-  has_played = done or (workdir / 'eval_before.json').exists()
-  if path.exists() and has_played:
-    try:
-      kept = json.loads(path.read_text())
-      last = {key: kept[-1][key] for key in played}
-    except (ValueError, LookupError, TypeError) as error:
-      raise ValueError(
-        f'{path} is damaged; remove it to go on: it only says which '
-        'environment this run played in before.'
-      ) from error
-    if last == played:
-      return
-    terminal.say(
-      f'warning: up to step {done} this run played in {_served(last)}; the '
-      f'service now has {_served(played)}: what follows may not compare with '
-      'what came before'
-    )
-  # Renamed into place: a kill here must not leave half of it behind.
-  part = path.with_suffix('.part')
-  part.write_text(json.dumps([*kept, {'step': done, **played}], indent=1))
-  part.rename(path)
-
-
-def _served(played: Mapping[str, Any]) -> str:
-  sizes = ', '.join(f'{k} {n}' for k, n in played['split_sizes'].items())
-  return f'{played["name"]} version {played["version"]!r} (tasks: {sizes})'

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from planpo_jax import checkpoint, dump, metrics, optimizer, train, update
+from planpo_jax import (
+  checkpoint,
+  dump,
+  environment_record,
+  metrics,
+  optimizer,
+  train,
+  update,
+)
 from planpo_jax import config as config_lib
 from planpo_jax.models import qwen2
 
@@ -399,6 +407,15 @@ def test_a_run_records_its_environment_and_warns_of_another(whole, tmp_path):
   assert len(warnings[0]) == 1 and not warnings[1]
   for text in ("toy version 'toy 0'", "toy version 'toy 1'", 'step 3'):
     assert text in warnings[0][0]
+  # Who evaluates it is told the same, and changes nothing.
+  assert not environment_record.compare(copy, played)
+  found = environment_record.compare(copy, played | {'version': 'toy 2'})
+  assert found.startswith(
+    "warning: this run was trained in toy version 'toy 1'"
+  )
+  assert "the service now has toy version 'toy 2'" in found
+  assert len(json.loads(path.read_text())) == 2
+  assert not environment_record.compare(tmp_path, played)
 
   path.write_text('[]')
   with pytest.raises(ValueError, match='environment.json is damaged'):

@@ -1,5 +1,7 @@
 """WebShop as an environment of the service, on a generated catalogue."""
 
+import asyncio
+import dataclasses
 import hashlib
 import json
 import os
@@ -7,13 +9,18 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 
+import env_processes
 import pytest
 
 from envs_server import env, webshop
 from envs_server.webshop import catalogue, environment, files, nouns, store
+from planpo_jax import env_client, env_service, episodes
 from planpo_jax.prompts import actions
 
 
@@ -41,7 +48,8 @@ def test_the_catalog(shop, opened):
   assert list(catalog.indices) == ['train', 'dev', 'test']
   assert catalog.task_names == ('human', 'synthetic')
   for name in catalog.task_names:
-    numbers = {i for found in catalog.indices.values() for i in found[name]}
+    splits = catalog.indices.values()
+    numbers = {i for by_type in splits for i in by_type[name]}
     assert numbers <= set(range(len(opened.goals[name])))
     assert max(catalog.indices['test'][name]) == 499
     assert max(catalog.indices['dev'][name]) == 1499
@@ -59,7 +67,8 @@ def test_types_without_goals_have_no_indices(
     shutil.copy(path, tmp_path)
   monkeypatch.setenv(files.FOLDER, str(tmp_path))
   catalog = webshop.make_env().catalog()
-  assert [len(of['human']) for of in catalog.indices.values()] == [0, 0, 0]
+  splits = catalog.indices.values()
+  assert [len(by_type['human']) for by_type in splits] == [0, 0, 0]
   assert len(catalog.indices['test']['synthetic']) == 500
   catalog.check_itself()
 
@@ -90,13 +99,9 @@ def test_a_purchase_ends_the_episode(shop, opened):
   goal = opened.goals['human'][index]
   shop.reset(task(index))
   seen = [shop.step(action) for action in solution]
-  for one in seen[:-1]:
-    assert (one.score, one.success, one.terminated) == (0.0, False, False)
-  assert (seen[-1].score, seen[-1].success, seen[-1].terminated) == (
-    100.0,
-    True,
-    True,
-  )
+  *before, last = [(o.score, o.success, o.terminated) for o in seen]
+  assert before == [(0.0, False, False)] * (len(solution) - 1)
+  assert last == (100.0, True, True)
   info = seen[-1].info
   assert info['asin'] == opened.product(goal.row).asin
   assert len(json.loads(info['chosen'])) == len(goal.options)
@@ -120,22 +125,49 @@ def test_a_part_of_the_reward_is_no_success(shop, opened):
   assert seen.info['chosen'] == '{}'
 
 
+NO_ACTIONS = ('', 'buy it', 'search[]', 'click[b000000000]', 'click[buy now')
+
+
+@pytest.mark.parametrize('attributes', ['hidden', 'shown'])
+def test_what_is_no_action_is_answered_and_changes_nothing(
+  shop, opened, attributes
+):
+  """On every page, and the solution wins none the less."""
+  index, solution = solvable(shop, opened)
+  looks = ['description', 'features', 'reviews']
+  looks += ['attributes'] if attributes == 'shown' else []
+  around = [[f'click[{name}]', 'click[< prev]'] for name in looks]
+  options = {'attributes': attributes}
+  before = shop.reset(task(index, options=options), admissible=True)
+  visited = set()
+  for action in (*solution[:-1], *sum(around, []), solution[-1]):
+    for text in NO_ACTIONS:
+      seen = shop.step(text)
+      assert seen == dataclasses.replace(before, goal='')
+      assert (seen.score, seen.success, seen.terminated) == (0.0, False, False)
+    visited.add(seen.info['page'])
+    before = shop.step(action)
+  assert visited == {
+    *('search', 'results', 'item'),
+    *(look.capitalize() for look in looks),
+  }
+  assert (before.score, before.terminated) == (100.0, True)
+
+
 @pytest.mark.parametrize('name', ['human', 'synthetic'])
-def test_the_expert_wins(shop, opened, name):
+def test_the_expert_wins(shop, name):
   won = 0
-  numbers = random.Random(0).sample(range(len(opened.goals[name])), 100)
-  for number in numbers:
-    of = next(
-      (split, found)
-      for split, found in shop.catalog().indices.items()
-      if split == 'train' or number in found[name]
-    )
-    solution = shop.reset(task(number, name, of[0]), True).expert_actions
+  catalog = shop.catalog()
+  tasks = sum(
+    (catalog.tasks('webshop', split, [name]) for split in catalog.indices), []
+  )
+  for goal in random.Random(0).sample(tasks, 100):
+    solution = shop.reset(goal, True).expert_actions
     assert len(solution) <= 15
-    seen = [shop.step(action) for action in solution]
     # It says nothing where it would not win.
-    assert all(one.success == (one is seen[-1]) for one in seen)
-    won += bool(seen)
+    wins = [shop.step(action).success for action in solution]
+    assert wins == [False] * (len(wins) - 1) + [True] * bool(wins)
+    won += bool(wins)
   assert won >= 95
 
 
@@ -322,6 +354,29 @@ def test_check_builds_with_word_of_it_and_warns_of_no_goal_to_train_on(
   )
 
 
+def test_check_says_that_it_gets_on(checked, tmp_path, monkeypatch, capsys):
+  """Else a service is given up while something in it takes long."""
+  monkeypatch.setattr(environment, '_BEAT_S', 0.02)
+  find = store.find_or_build
+
+  def slowly(*args, **options):
+    time.sleep(0.3)
+    return find(*args, **options)
+
+  monkeypatch.setattr(store, 'find_or_build', slowly)
+  threads = threading.active_count()
+  webshop.check()
+  told = capsys.readouterr().err.splitlines()
+  beats = [line for line in told if line.startswith(env.PREPARING + 'WebShop')]
+  assert len(beats) >= 3
+  # It ends with the check, also with one that fails.
+  assert threading.active_count() == threads
+  monkeypatch.setenv(files.FOLDER, str(tmp_path))
+  with pytest.raises(RuntimeError):
+    webshop.check()
+  assert threading.active_count() == threads
+
+
 def test_workers_open_what_the_service_settled_on(
   checked, shop, tmp_path, monkeypatch
 ):
@@ -358,8 +413,49 @@ def test_check_without_a_package_says_how_to_install_it(webshop_folder):
   )
   done = python(code)
   assert done.returncode == 1
-  assert 'RuntimeError: WebShop is not installed (' in done.stderr
-  assert 'pip install -r envs_server/requirements.txt' in done.stderr
+  last = done.stderr.splitlines()[-1]
+  assert last.startswith('RuntimeError: WebShop is not installed (')
+  assert 'Stemmer' in last
+  assert last.endswith('; run `pip install -r envs_server/requirements.txt`.')
+
+
+def broken_model(folder):
+  """PYTHONPATH with a model of spaCy that cannot be imported."""
+  (folder / 'spacy.py').write_text('')
+  (folder / f'{nouns.MODEL}.py').write_text(
+    'raise ImportError("no such symbol\\nin spacy.so")'
+  )
+  return f'{pathlib.Path(__file__).parents[1]}:{folder}'
+
+
+def test_a_spacy_that_does_not_work_is_told_from_a_missing_package(
+  webshop_folder, tmp_path
+):
+  path = broken_model(tmp_path)
+  done = python(
+    'from envs_server import webshop; webshop.check()', PYTHONPATH=path
+  )
+  assert done.returncode == 1
+  last = done.stderr.splitlines()[-1]
+  assert f'spaCy and its model {nouns.MODEL} are installed and do not' in last
+  assert '(ImportError: no such symbol in spacy.so)' in last
+  assert '`pip uninstall spacy`' in last
+  assert 'WebShop is not installed' not in done.stderr
+
+
+def test_a_worker_reads_the_model_before_its_first_episode(
+  webshop_folder, tmp_path
+):
+  """The service, which needs its version alone, does without."""
+  path = broken_model(tmp_path)
+  about = tmp_path / f'{nouns.MODEL}-9.8.7.dist-info'
+  about.mkdir()
+  (about / 'METADATA').write_text(f'Name: {nouns.MODEL}\nVersion: 9.8.7\n')
+  code = 'from envs_server import webshop; webshop.check(); webshop.make_env()'
+  done = python(code, PYTHONPATH=path)
+  assert done.returncode == 1
+  assert f', nouns by spaCy {nouns.MODEL} 9.8.7\n' in done.stderr
+  assert '(ImportError: no such symbol in spacy.so)' in done.stderr
 
 
 def test_importing_is_cheap_and_playing_needs_no_jax(webshop_folder):
@@ -373,17 +469,23 @@ def test_importing_is_cheap_and_playing_needs_no_jax(webshop_folder):
   assert python(code).stdout.split('\n')[:2] == ['[]', 'False True']
 
 
-def test_a_damaged_index_breaks_the_task_and_not_the_environment(
-  checked, tmp_path, monkeypatch, opened
-):
-  """Bytes of a product are overwritten, after a worker has opened it."""
+@pytest.fixture
+def copied(checked, tmp_path, monkeypatch):
+  """A copy of the folder that a service settles on; its workers open it."""
   copy = tmp_path / 'index'
   shutil.copytree(checked, copy)
   monkeypatch.setenv(environment._INDEX, str(copy))
+  return copy
+
+
+def test_a_damaged_index_breaks_the_task_and_not_the_environment(
+  copied, opened
+):
+  """Bytes of a product are overwritten, after a worker has opened it."""
   worker = webshop.make_env()
   index, solution = solvable(worker, opened)
   goal = opened.goals['human'][index]
-  with open(copy / 'products', 'r+b') as file:
+  with open(copied / 'products', 'r+b') as file:
     place = file.read().index(b'"' + opened.product(goal.row).asin.encode())
     file.seek(place)
     file.write(b'\xff' * 8)
@@ -402,6 +504,73 @@ def test_a_damaged_index_breaks_the_task_and_not_the_environment(
   assert (
     worker.reset(task(other)).goal == opened.goals['human'][other].instruction
   )
+
+
+@pytest.mark.parametrize(
+  'name, error', [('human', 'JSONDecodeError'), ('rows', 'IndexError')]
+)
+def test_damaged_goals_and_searches_break_the_task(copied, name, error):
+  worker = webshop.make_env()
+  with open(copied / name, 'r+b') as file:
+    file.write(b'\x7f' * os.path.getsize(copied / name))
+  with pytest.raises(
+    env.BrokenTaskError, match=rf'^human 1500 .* is damaged \({error}: '
+  ):
+    seen = worker.reset(task())
+    worker.step(f'search[{seen.goal}]')
+
+
+def test_a_fault_of_the_program_is_not_laid_on_the_index(shop, monkeypatch):
+  def wrong(*unused):
+    raise ValueError('a fault of ours')
+
+  shop.reset(task())
+  monkeypatch.setattr(environment.session.Session, '_show_results', wrong)
+  with pytest.raises(ValueError, match='a fault of ours'):
+    shop.step('search[soap]')
+
+
+def test_a_service_plays_on_when_its_workers_are_killed(shop, opened):
+  index, solution = solvable(shop, opened)
+  wanted = episodes.Task('webshop', 'train', index, 'human')
+
+  async def play(client, kill=lambda: None):
+    session = client.session(wanted, step_limit=15, expert=True)
+    try:
+      seen = [await session.reset()]
+      for action in seen[0].expert_actions:
+        if len(seen) == len(solution):
+          kill()
+        seen.append(await session.step(action))
+    finally:
+      await session.close()
+    return seen, session.faults
+
+  async def work(service):
+    client = env_client.EnvClient(service.address)
+    await client.connect()
+    try:
+      description = await client.describe()
+      whole = await play(client)
+
+      def kill():
+        for pid in env_processes.workers_of(service.pid):
+          os.kill(pid, signal.SIGKILL)
+
+      return description, whole, await play(client, kill)
+    finally:
+      await client.close()
+
+  with env_service.LocalService('webshop', 2) as service:
+    description, whole, broken = asyncio.run(work(service))
+  assert description.version == shop.catalog().version
+  assert description.splits == shop.catalog().split_sizes
+  seen, faults = whole
+  assert seen[0].expert_actions == solution and faults == 0
+  assert (seen[-1].score, seen[-1].success) == (100.0, True)
+  assert seen[-1].ending is episodes.Ending.TERMINATED
+  seen_again, faults = broken
+  assert seen_again == seen and faults >= 1
 
 
 def looked_into(*flags, data, actions=''):

@@ -98,7 +98,7 @@ def test_bytes_are_the_same_whatever_the_hash_seed(tmp_path, kind):
       str(tmp_path / seed), '--products', '250', *kind, PYTHONHASHSEED=seed
     )
     assert done.returncode == 0, done.stderr
-  for name in (*catalogue.FILES, files.GENERATED):
+  for name in (*catalogue.FILES, catalogue.GENERATED):
     one = (tmp_path / '1' / name).read_bytes()
     assert one == (tmp_path / '2' / name).read_bytes()
 
@@ -143,7 +143,7 @@ def test_gzip_holds_the_same_texts_and_neither_name_nor_time(rich, tmp_path):
     # Flags (a name would be one), then the time.
     assert packed[3:8] == bytes(5)
   plain_names = [path.name for path in tmp_path.glob('*.json')]
-  assert plain_names == [files.GENERATED]
+  assert plain_names == [catalogue.GENERATED]
 
 
 # --- The official format.
@@ -578,7 +578,7 @@ def test_other_files_in_the_folder_stay(tmp_path):
   (tmp_path / 'notes.txt').write_text('mine')
   catalogue.generate(tmp_path, products=3, goals=5)
   assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-    (*catalogue.FILES, files.GENERATED, 'notes.txt')
+    (*catalogue.FILES, catalogue.GENERATED, 'notes.txt')
   )
 
 
@@ -605,16 +605,16 @@ def test_other_arguments_need_force_and_leave_no_old_file(tmp_path):
   assert len(read(tmp_path)[0]) == 3
   catalogue.generate(tmp_path, products=4, goals=5, gzip=True, force=True)
   assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-    (*(f'{name}.gz' for name in catalogue.FILES), files.GENERATED)
+    (*(f'{name}.gz' for name in catalogue.FILES), catalogue.GENERATED)
   )
 
 
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"note": "games"}'])
 def test_a_damaged_marker_is_refused(tmp_path, text):
-  (tmp_path / files.GENERATED).write_text(text)
+  (tmp_path / catalogue.GENERATED).write_text(text)
   with pytest.raises(catalogue.Refusal, match='GENERATED.json is damaged'):
     catalogue.generate(tmp_path, products=3, goals=5, force=True)
-  assert [path.name for path in tmp_path.iterdir()] == [files.GENERATED]
+  assert [path.name for path in tmp_path.iterdir()] == [catalogue.GENERATED]
 
 
 def test_two_runs_in_one_folder_do_not_mix(tmp_path):

@@ -8,6 +8,7 @@ import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 from envs_server.webshop import files, goals, products
@@ -147,7 +148,9 @@ def test_without_a_limit_all_products_count(monkeypatch):
   assert files.limit() is None
 
 
-@pytest.mark.parametrize('text', ['0', '-1', '1.5', 'all', '1_000', '٣', ' '])
+@pytest.mark.parametrize(
+  'text', ['0', '-1', '1.5', 'all', '1_000', '٣', ' ', '1\n', '1' * 19]
+)
 def test_a_limit_that_is_no_number_is_refused(monkeypatch, tmp_path, text):
   monkeypatch.setenv('WEBSHOP_PRODUCTS', text)
   put(tmp_path, *SMALL)
@@ -155,6 +158,13 @@ def test_a_limit_that_is_no_number_is_refused(monkeypatch, tmp_path, text):
     with pytest.raises(ValueError, match='whole number from 1') as error:
       call()
     assert repr(text) in str(error.value)
+
+
+def test_a_limit_of_very_many_digits_is_refused_in_few_words(monkeypatch):
+  monkeypatch.setenv('WEBSHOP_PRODUCTS', '1' * 5000)
+  with pytest.raises(ValueError, match='whole number from 1') as error:
+    files.limit()
+  assert len(str(error.value)) < 250
 
 
 # How they are read.
@@ -430,6 +440,29 @@ def test_one_text_of_bullets_is_one_bullet():
   assert parse(small_description=[]).features == ()
 
 
+def test_halves_of_characters_are_replaced_wherever_they_stand():
+  half = '\ud800'
+  found = parse(
+    {
+      'attributes': [f'a{half}'],
+      'instruction': half,
+      'instruction_attributes': [half],
+    },
+    **{
+      field: f'x{half}'
+      for field in (
+        'asin name full_description small_description product_category category'
+        ' query'
+      ).split()
+    },
+    customization_options=options(**{f'Size{half}': [f'S{half}']}),
+  )
+  assert found.features == ('x?',) and found.options == {'size?': ('s?',)}
+  # Nothing is left that UTF-8 cannot hold.
+  assert products.from_json(products.to_json(found)) == found
+  assert '\\u' not in products.to_json(found).decode()
+
+
 def test_categories_may_be_unknown():
   found = parse(category=None, product_category=None)
   assert (found.category, found.product_category) == ('', '')
@@ -628,11 +661,10 @@ BAD_ATTRIBUTES = [
 
 @pytest.mark.parametrize(('entry', 'said'), BAD_ATTRIBUTES)
 def test_an_entry_of_the_attributes_of_a_wrong_type_is_named(entry, said):
+  where = 'items_ins_v2.json, B000000001'
   with pytest.raises(files.DataError) as error:
-    parse(entry)
-  assert str(error.value).startswith(
-    f'{WHERE}, entry of B000000001 in the attributes{said}'
-  )
+    products.parse(record(), entry, WHERE, where)
+  assert str(error.value).startswith(where + said)
 
 
 # What a product costs and is found by, and how it is stored.
@@ -894,10 +926,9 @@ def made(one, row=0):
 
 
 def test_one_goal_is_made_of_each_combination_of_options():
-  """Options by name, values in order; of a value that comes twice, one."""
+  """Options by name, values in order."""
   found = made(
-    asked(options={'size': ('s', 'm', 's'), 'color': ('red', 'blue', 'red')}),
-    row=7,
+    asked(options={'size': ('s', 'm'), 'color': ('red', 'blue')}), row=7
   )
   assert [goal.options for goal in found] == [
     ('red', 's'),
@@ -913,6 +944,48 @@ def test_one_goal_is_made_of_each_combination_of_options():
     options=('blue', 's'),
     price_upper=990.0,
   )
+
+
+def test_a_value_that_comes_twice_counts_twice():
+  """As published; else all goals of a catalogue had other numbers."""
+  groups = {'size': ('s', 'm', 's'), 'color': ('red', 'red')}
+  assert goals.synthetic_count(asked(options=groups)) == 6
+  assert [goal.options for goal in made(asked(options=groups))] == [
+    *(('red', 's'), ('red', 'm'), ('red', 's')),
+    *(('red', 's'), ('red', 'm'), ('red', 's')),
+  ]
+
+
+@pytest.mark.parametrize(
+  ('groups', 'alike'),
+  [
+    ({}, False),
+    ({'a': ('1', '2'), 'b': ('3', '4')}, False),
+    ({'a': ('1', '2'), 'b': ('3', '1')}, True),
+    ({'a': ('1', '2', '1')}, True),
+  ],
+)
+def test_goals_may_be_alike_where_a_value_is_there_twice(groups, alike):
+  assert goals.alike(asked(options=groups)) is alike
+
+
+@hypothesis.given(
+  st.dictionaries(
+    st.sampled_from('abcd'),
+    st.lists(st.sampled_from(['1', '2', '3', 'é', 'x y']), max_size=4),
+    max_size=4,
+  )
+)
+@hypothesis.settings(deadline=None)
+def test_keys_of_many_goals_differ_where_those_of_each_do(groups):
+  one = asked(options={name: tuple(group) for name, group in groups.items()})
+  each = [goals.key(goal) for goal in made(one)]
+  many = goals.synthetic_keys(one, np.arange(len(each)))
+  assert many.dtype == np.uint64 and len(many) == len(each)
+  pairs = set(zip(each, many.tolist(), strict=True))
+  assert len(pairs) == len(set(each)) == len(set(many.tolist()))
+  if not goals.alike(one):
+    assert len(set(each)) == len(each)
 
 
 def test_combinations_of_groups_of_several_sizes_come_in_order():
@@ -956,8 +1029,8 @@ def test_a_goal_that_is_not_there_is_refused(number):
 
 def test_goals_are_numbered_as_published():
   """`random.seed(233); random.shuffle(goals)`."""
-  assert goals.order(10) == [5, 9, 0, 1, 4, 7, 6, 3, 8, 2]
-  assert goals.order(6910)[:6] == [3963, 2638, 2193, 1856, 4358, 6149]
+  assert list(goals.order(10)) == [5, 9, 0, 1, 4, 7, 6, 3, 8, 2]
+  assert list(goals.order(6910)[:6]) == [3963, 2638, 2193, 1856, 4358, 6149]
   published = [f'goal {i}' for i in range(1000)]
   state = random.getstate()
   random.seed(233)
@@ -965,7 +1038,11 @@ def test_goals_are_numbered_as_published():
   random.setstate(state)
   assert [f'goal {place}' for place in goals.order(1000)] == published
   assert goals.order(10, seed=1) != goals.order(10)
-  assert (goals.order(0), goals.order(1)) == ([], [0])
+  assert (list(goals.order(0)), list(goals.order(1))) == ([], [0])
+
+
+def test_the_order_takes_four_bytes_a_goal():
+  assert memoryview(goals.order(1000)).nbytes == 4000
 
 
 def test_the_order_leaves_other_draws_alone():

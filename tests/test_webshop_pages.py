@@ -147,7 +147,10 @@ def test_a_whole_session_in_the_published_words():
     ('click[features]', FEATURES),
     ('click[< prev]', ITEM),
     ('click[reviews]', REVIEWS),
-    ('click[< prev]', ITEM),
+    ('click[back to search]', FIRST),  # The goal stays.
+    ('search[shoe]', RESULTS),
+    ('click[b00shoe001]', ITEM),
+    ('click[4 | 6]', ITEM),
     ('click[red]', ITEM),
     ('click[buy now]', DONE),
   ]
@@ -158,6 +161,20 @@ def test_a_whole_session_in_the_published_words():
     played.step(action)
     assert pages.text(played.page) == text, action
   assert played.outcome.total == 1.0
+
+
+@pytest.mark.parametrize(
+  'action', ['search[shoe]', 'click[back to search]', 'click[buy now]', '']
+)
+def test_nothing_changes_after_the_purchase(action):
+  shop = Shop()
+  played = opened(
+    'search[shoe]', 'click[b00shoe001]', 'click[buy now]', shop=shop
+  )
+  page, outcome = played.page, played.outcome
+  played.step(action)
+  assert played.page is page and played.outcome is outcome
+  assert shop.searched == ['shoe']
 
 
 def test_previous_of_a_product_is_its_page_of_results():
@@ -526,6 +543,17 @@ def test_a_customer_who_knows_the_product_gets_it():
     'click[b00shoe001]',
     'click[4 | 6]',
     'click[red]',
+    'click[buy now]',
+  )
+
+
+def test_a_customer_chooses_what_is_most_like_what_was_asked_for():
+  asked = ('dark blue colour', 'Size: 4|6')
+  goal = products.Goal(0, ASKED, ('washable',), asked, 30.0)
+  assert shopper.solve(Shop(), goal, Words())[1:] == (
+    'click[b00shoe001]',
+    'click[dark blue]',
+    'click[4 | 6]',
     'click[buy now]',
   )
 

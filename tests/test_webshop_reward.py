@@ -499,12 +499,32 @@ def test_the_model_is_taken_where_it_is_installed(tmp_path):
   assert json.loads(found) == ['noun_one', 'propn_x', 'noun_one']
 
 
-def test_a_broken_model_does_not_give_way_to_the_rules(tmp_path):
+@pytest.mark.parametrize(
+  'module', ['import no_such_module', 'def load(disable): no_such_module']
+)
+def test_a_broken_model_does_not_give_way_to_the_rules(tmp_path, module):
   (tmp_path / 'spacy.py').write_text('')
-  (tmp_path / 'en_core_web_sm.py').write_text('import no_such_module')
+  (tmp_path / 'en_core_web_sm.py').write_text(
+    f'__version__ = "9.8.7"\n{module}'
+  )
   answer = ask(tmp_path)
   assert answer.returncode != 0
-  assert 'no_such_module' in answer.stderr
+  last = answer.stderr.splitlines()[-1]
+  assert 'BrokenModelError: spaCy and its model en_core_web_sm are' in last
+  assert last.count('no_such_module') == 1
+  assert 'pip install --force-reinstall spacy' in last
+
+
+def test_the_version_of_the_model_is_known_without_loading_it(tmp_path):
+  (tmp_path / 'spacy.py').write_text('')
+  (tmp_path / 'en_core_web_sm.py').write_text('import no_such_module')
+  about = tmp_path / 'en_core_web_sm-3.8.0.dist-info'
+  about.mkdir()
+  (about / 'METADATA').write_text('Name: en_core_web_sm\nVersion: 3.8.0\n')
+  answer = ask(tmp_path)
+  assert answer.stdout == 'spaCy en_core_web_sm 3.8.0\n'
+  last = answer.stderr.splitlines()[-1]
+  assert last.count('BrokenModelError') == last.count('no_such_module') == 1
 
 
 @pytest.mark.parametrize('missing', ['spacy', nouns.MODEL])

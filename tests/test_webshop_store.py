@@ -1,5 +1,6 @@
 """The catalogue of WebShop as it is laid out for workers, and its search."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import hypothesis
@@ -17,7 +19,14 @@ import pytest
 from hypothesis import strategies
 
 from envs_server import env
-from envs_server.webshop import files, goals, products, search, store
+from envs_server.webshop import (
+  catalogue,
+  files,
+  goals,
+  products,
+  search,
+  store,
+)
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 ADJECTIVES = ('red', 'blue', 'soft', 'long', 'small', 'warm')
@@ -283,9 +292,6 @@ def test_products_come_back(tmp_path):
   assert len(found) == 5
   for row, record in enumerate(items):
     assert found.product(row) == products.parse(record, ENTRY, '')
-    assert found.row(record['asin']) == row
-  for asin in ('B00000000', 'B0000000050', '', 'nan', 'b000000001'):
-    assert found.row(asin) is None
   for row in (-1, 5):
     with pytest.raises(IndexError):
       found.product(row)
@@ -302,12 +308,8 @@ def test_records_that_do_not_count_have_no_row(tmp_path):
     'B000000004',
   ]
   assert found.product(0).title != 'twice' and found.search('twice') == []
-  assert found.counts == {
-    'records': 5,
-    'products': 2,
-    'human': 0,
-    'synthetic': 4,
-  }
+  assert len(found.goals['human']) == 0
+  assert len(found.goals['synthetic']) == 4
 
 
 def test_products_are_found_by_their_texts(tmp_path):
@@ -398,6 +400,58 @@ def test_goals_of_one_split_are_not_in_another(tmp_path):
     assert listed.splits['test'] == range(500)
 
 
+def groups_of(*groups):
+  return {
+    f'group {i}': [{'value': value} for value in group]
+    for i, group in enumerate(groups)
+  }
+
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_many_combinations_are_not_read_one_by_one(
+  tmp_path, monkeypatch, shared
+):
+  """Two products of 90,000 goals each, all but sure to be in every split."""
+  values = [str(i) for i in range(300)]
+  others = values if shared else [f'other {i}' for i in range(300)]
+  groups = groups_of(values, others)
+  items = [item(i, customization_options=groups) for i in range(2)]
+  read, from_json = [], products.from_json
+  monkeypatch.setattr(
+    products, 'from_json', lambda line: read.append(line) or from_json(line)
+  )
+  made = opened(put(tmp_path / 'data', items)).goals['synthetic']
+  assert len(made) == 180_000 and len(read) == 2
+  # Of 1,500 goals each has one other that is alike, or is its own.
+  left = 178_500 - len(made.splits['train'])
+  assert 1450 < left <= 1500 if shared else left == 0
+
+
+def test_too_many_combinations_make_no_synthetic_goals(tmp_path):
+  """100 ** 10, which no list and no number of 64 bits could hold."""
+  groups = groups_of(*[[f'{i}/{j}' for j in range(100)] for i in range(10)])
+  items = [item(0), item(1, customization_options=groups)]
+  said = []
+  found = opened(
+    put(tmp_path / 'data', items, {'B000000001': [wanted('a')]}),
+    progress=said.append,
+  )
+  assert len(found.goals['synthetic']) == 0
+  assert set(found.goals['synthetic'].splits.values()) == {range(0)}
+  assert len(found.goals['human']) == 1 and len(found) == 2
+  (line,) = [line for line in said if 'no synthetic goals' in line]
+  assert f'{10**20 + 2} combinations, more than {2**25};' in line
+  assert 'WEBSHOP_PRODUCTS=N' in line
+
+
+def test_as_many_synthetic_goals_as_may_be(tmp_path, monkeypatch):
+  monkeypatch.setattr(store, '_MOST_SYNTHETIC', 6)
+  items = [item(i) for i in range(4)]
+  for count, made in ((3, 6), (4, 0)):
+    found = opened(put(tmp_path / f'{count}', items[:count]))
+    assert len(found.goals['synthetic']) == made
+
+
 @UNHURRIED
 @hypothesis.given(
   strategies.integers(0, 30),
@@ -454,9 +508,37 @@ def test_no_more_records_than_asked_for(tmp_path):
     [item(i, asin='nan' if i == 1 else f'B{i}') for i in range(6)],
   )
   few, whole = opened(sources, limit=3), opened(sources)
-  assert (len(few), few.counts['records']) == (2, 3)
-  assert (len(whole), whole.counts['records']) == (5, 6)
+  assert (len(few), len(whole)) == (2, 5)
   assert few.product(1) == whole.product(1)
+
+
+def test_whether_products_are_generated_is_told_by_themselves(tmp_path):
+  """Not by what lies beside the files, which may be moved."""
+  made = tmp_path / 'made'
+  catalogue.generate(made / 'rich', products=3, goals=5)
+  catalogue.generate(made / 'plain', products=3, goals=5, plain=True)
+  for kind in ('rich', 'plain'):
+    (tmp_path / kind).mkdir()
+    for name in catalogue.FILES:
+      (tmp_path / kind / name).symlink_to(made / kind / name)
+    assert opened(files.locate(tmp_path / kind)).generated is True
+  real = tmp_path / 'real'
+  images = ([''], [], None, ['https://m.media-amazon.com/a.jpg'], [3], 'x')
+  for shown in images:
+    sources = put(real, [item(0, images=shown)])
+    (real / catalogue.GENERATED).write_text('{}')
+    assert opened(sources).generated is False
+
+
+def test_arrays_are_mapped_and_not_loaded(tmp_path):
+  sources = put(tmp_path / 'data', [item(0)], {'B000000000': [wanted('a')]})
+  path = store.find_or_build(sources)
+  found = store.Store.open(path)
+  maps = pathlib.Path('/proc/self/maps').read_text().splitlines()
+  for name in store._ARRAYS:
+    (line,) = [line for line in maps if line.endswith(f' {path / name}')]
+    assert line.split()[1] == 'r--s'
+  assert found.search('things') is not None
 
 
 # Building.
@@ -501,6 +583,51 @@ def test_what_was_built_is_found(tmp_path):
   store.build(sources, path, progress=pytest.fail)
   assert os.stat(path.parent).st_mtime_ns == before
   assert parts(path.parent) == [path.name]
+
+
+def test_each_step_is_told(tmp_path, monkeypatch):
+  monkeypatch.setattr(store, '_REPORT', 2)
+  monkeypatch.setattr(store, '_REPORT_ENTRIES', 2)
+  items, said = [item(i) for i in range(5)], []
+  human = {record['asin']: [wanted('a')] for record in items[:3]}
+  opened(put(tmp_path / 'data', items, human), progress=said.append)
+  assert said == [
+    '2 entries of items_ins_v2.json read',
+    '4 entries of items_ins_v2.json read',
+    'all 5 entries of items_ins_v2.json read',
+    '2 entries of items_human_ins.json read',
+    'all 3 entries of items_human_ins.json read',
+    '2 products read',
+    '4 products read',
+    '5 products read; making the search index',
+    'ordering 3 human and 10 synthetic goals',
+    'writing the index',
+    'comparing the goals of train, dev and test',
+  ]
+
+
+def test_who_waits_for_another_says_so_again(tmp_path, monkeypatch):
+  monkeypatch.setattr(store, '_WAIT_REPORT', 0.05)
+  monkeypatch.setattr(store, '_WAIT', 0.01)
+  sources, said = put(tmp_path / 'data', [item(0)]), []
+  (tmp_path / 'data' / 'index').mkdir()
+  with open(tmp_path / 'data' / 'index' / 'lock', 'ab') as other:
+    fcntl.flock(other, fcntl.LOCK_EX)
+    # Lets go also where nothing is said.
+    timer = threading.Timer(10, fcntl.flock, (other, fcntl.LOCK_UN))
+    timer.start()
+
+    def progress(line):
+      said.append((time.monotonic(), line))
+      if len(said) == 3:
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+    path = store.find_or_build(sources, progress=progress)
+    timer.cancel()
+  waiting = [when for when, line in said if 'waiting for it' in line]
+  assert len(waiting) == 3 and len(said) > 3
+  assert all(b - a >= 0.05 for a, b in zip(waiting, waiting[1:], strict=False))
+  assert len(store.Store.open(path)) == 1
 
 
 def test_of_two_that_build_at_once_one_waits(tmp_path):
@@ -591,6 +718,33 @@ def test_files_that_hold_no_catalogue_are_refused(tmp_path, items, reason):
   assert parts(tmp_path / 'data' / 'index') == []
 
 
+@pytest.mark.parametrize(
+  'attributes, human, said',
+  [
+    (
+      {'attributes': 'soft'},
+      [],
+      "items_ins_v2.json, B000000001: attributes is 'soft', and",
+    ),
+    (
+      ENTRY,
+      [wanted('a'), wanted(7)],
+      'items_human_ins.json, B000000001, entry 1: instruction is 7, and',
+    ),
+  ],
+)
+def test_of_a_wrong_entry_the_file_is_named(tmp_path, attributes, human, said):
+  sources = put(
+    tmp_path / 'data',
+    [item(0), item(1)],
+    {'B000000001': human},
+    {'B000000001': attributes},
+  )
+  with pytest.raises(files.DataError) as error:
+    store.find_or_build(sources)
+  assert str(error.value).startswith(said)
+
+
 def test_a_full_disk_leaves_nothing_half(tmp_path):
   put(tmp_path / 'data', [item(i) for i in range(200)])
   code = (
@@ -633,6 +787,15 @@ def test_no_place_at_all_is_an_error(tmp_path):
     store.find_or_build(sources)
 
 
+def without(name):
+  def damage(old):
+    meta = json.loads(old)
+    del meta[name]
+    return json.dumps(meta).encode()
+
+  return damage
+
+
 @pytest.mark.parametrize(
   'name, damage, fault',
   [
@@ -643,6 +806,10 @@ def test_no_place_at_all_is_an_error(tmp_path):
     ('meta.json', lambda old: b'[]', 'meta.json is damaged'),
     ('meta.json', lambda old: b'{"layout": 0}', 'its layout is 0'),
     ('meta.json', None, 'meta.json cannot be read'),
+    *(
+      ('meta.json', without(name), f'meta.json is damaged .KeyError: {name!r}')
+      for name in ('digest', 'generated', 'left_out', 'seed', 'sizes')
+    ),
   ],
 )
 def test_what_is_damaged_is_refused_and_built_anew(
@@ -670,16 +837,32 @@ def test_an_index_of_other_files_is_replaced(tmp_path):
   assert len(store.Store.open(tmp_path / 'built')) == 2
 
 
-def test_building_twice_gives_the_same_bytes(tmp_path):
-  sources = put(tmp_path / 'data', [item(i) for i in range(30)])
-  for name in ('one', 'two'):
-    store.build(sources, tmp_path / 'built' / name)
-  one, two = (
-    {
-      path.name: path.read_bytes()
-      for path in (tmp_path / 'built' / n).iterdir()
-    }
-    for n in ('one', 'two')
+def test_bytes_are_the_same_whatever_the_hash_seed(tmp_path):
+  groups = groups_of('abcdefgh', 'hgfedcba', 'abcdefgh', 'xyz')
+  items = [item(i) for i in range(30)]
+  items[3]['customization_options'] = groups
+  human = {
+    record['asin']: [wanted('a', ['x', 'y'], ['s', 'm'])] * 60
+    for record in items
+  }
+  put(tmp_path / 'data', items, human)
+  code = (
+    'import pathlib, sys\n'
+    'from envs_server.webshop import files, store\n'
+    'here, target = map(pathlib.Path, sys.argv[1:])\n'
+    'store.build(files.locate(here), target)\n'
   )
-  assert one == two
-  assert len(one) == len(store._ARRAYS) + 1
+  built = []
+  for seed in ('1', '2'):
+    target = tmp_path / 'built' / seed
+    subprocess.run(
+      [sys.executable, '-c', code, str(tmp_path / 'data'), str(target)],
+      env=os.environ | {'PYTHONHASHSEED': seed},
+      cwd=REPOSITORY,
+      check=True,
+    )
+    built.append({path.name: path.read_bytes() for path in target.iterdir()})
+  assert built[0] == built[1]
+  assert len(built[0]) == len(store._ARRAYS) + 1
+  left = json.loads(built[0]['meta.json'])['left_out']
+  assert left['human']['train'] and left['synthetic']['dev']

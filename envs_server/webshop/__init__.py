@@ -13,7 +13,7 @@ def check() -> None:
   """Prints which products and goals were found.
 
   Raises:
-    RuntimeError: a package or the data are missing.
+    RuntimeError: a package or the data are missing or broken.
   """
   try:
     _environment().check()

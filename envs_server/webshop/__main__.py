@@ -42,11 +42,11 @@ def _play(args: argparse.Namespace) -> None:
   catalog = shop.catalog()
   holding = [
     split
-    for split, found in catalog.indices.items()
-    if args.goal in found.get(args.type, ())
+    for split, by_type in catalog.indices.items()
+    if args.goal in by_type.get(args.type, ())
   ]
   options = {'observation': 'text_rich'} if args.rich else {}
-  # A goal of no split is left for `check` to tell of.
+  # Of a goal of no split `check` says which there are.
   split = holding[0] if holding else 'train'
   task = env.Task('webshop', split, args.goal, args.type, options=options)
   catalog.check(task)

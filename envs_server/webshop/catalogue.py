@@ -47,6 +47,8 @@ from envs_server.webshop import files
 # Of the files; raised when the same arguments give others.
 VERSION = 1
 FILES = (*files.FULL, files.HUMAN)
+# Lies beside them and says how they were made.
+GENERATED = 'GENERATED.json'
 NOTE = (
   'Made by envs_server/webshop/catalogue.py of planpo_jax. These products and '
   'goals are not the WebShop benchmark, and scores on them compare with '
@@ -249,11 +251,11 @@ def generate(
     _write(plan, [aside / name for name in names], gzip)
     sizes = {name: (aside / name).stat().st_size for name in names}
     marker = json.dumps({**wanted, 'files': sizes}, indent=2) + '\n'
-    (aside / files.GENERATED).write_text(marker, encoding='utf-8', newline='\n')
+    (aside / GENERATED).write_text(marker, encoding='utf-8', newline='\n')
     for name in old:
       (target / name).unlink()
     # The marker first, so that no moment shows files that nothing marks.
-    for name in (files.GENERATED, *names):
+    for name in (GENERATED, *names):
       (aside / name).replace(target / name)
 
 
@@ -334,7 +336,7 @@ def _standing(
   Raises:
     Refusal: what stands there may not be replaced.
   """
-  marker = target / files.GENERATED
+  marker = target / GENERATED
   found = {}
   if marker.exists():
     try:
@@ -355,7 +357,7 @@ def _standing(
   for path in there:
     if sizes.get(path.name) != path.stat().st_size:
       raise Refusal(
-        f'{path} was not made here: {files.GENERATED} beside it does not name '
+        f'{path} was not made here: {GENERATED} beside it does not name '
         'it with its size. Files of others are never replaced; choose an empty '
         'folder.'
       )
@@ -599,7 +601,7 @@ def _plain_draft(plan: _Plan, number: int, dice: _Dice) -> _Draft:
 
 
 def _image(dice: _Dice) -> str:
-  return f'https://images.example/{dice.below(16**8):08x}.jpg'
+  return f'{files.GENERATED_IMAGES}{dice.below(16**8):08x}.jpg'
 
 
 def _item(draft: _Draft, dice: _Dice) -> dict:
@@ -963,7 +965,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print('stopped; nothing was written', file=sys.stderr)
     return 130
   target = pathlib.Path(os.path.expanduser(arguments['target']))
-  found = json.loads((target / files.GENERATED).read_text(encoding='utf-8'))
+  found = json.loads((target / GENERATED).read_text(encoding='utf-8'))
   for name, size in found['files'].items():
     print(f'{target / name}: {size} bytes')
   print(f'{found["products"]} products, {found["goals"]} human goals')

@@ -12,10 +12,20 @@ import json
 import os
 import pathlib
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 from envs_server import env
-from envs_server.webshop import files, nouns, pages, session, shopper, store
+from envs_server.webshop import (
+  files,
+  nouns,
+  pages,
+  products,
+  session,
+  shopper,
+  store,
+)
 
 # Environment variable with the index by which a service tells its workers what
 # it found.
@@ -29,6 +39,9 @@ _OPTIONS = {
   _ATTRIBUTES: ('hidden', 'shown'),
 }
 _FULL_SCORE = 100.0
+# So often `check` says that it gets on. Whoever starts a service gives it up
+# after 120 s without such a line.
+_BEAT_S = 30.0
 _ACTION_FORMAT = (
   'One action a turn: search[WORDS], which works on any page, or click[NAME] '
   'with the name of something that the page shows: the code of a product, such '
@@ -43,17 +56,19 @@ def check() -> None:
   """Prints which products and goals were found; builds their index if needed.
 
   Raises:
-    RuntimeError: the data are missing or damaged.
+    RuntimeError: the data are missing or damaged, or spaCy is.
   """
-  try:
-    path = _find(lambda line: _say(env.PREPARING + line))
-    opened = store.Store.open(path)
-  except (OSError, ValueError) as error:
-    raise RuntimeError(str(error)) from error
+  with _beating():
+    try:
+      path = _find(lambda line: _say(env.PREPARING + line))
+      opened = store.Store.open(path)
+    except (OSError, ValueError) as error:
+      raise RuntimeError(str(error)) from error
+    table = _table(opened, path)
   # Workers open this instead of looking for themselves: those that are built
   # later must not take another goal for a task.
   os.environ[_INDEX] = str(path)
-  _say(_table(opened, path))
+  _say(table)
 
 
 class WebShop:
@@ -66,11 +81,12 @@ class WebShop:
     path = os.environ.get(_INDEX)
     self._store = store.Store.open(pathlib.Path(path) if path else _find())
     self._tagger = nouns.load()
+    self._tagger.nouns('')  # Reads a model now rather than in an episode.
 
   def catalog(self) -> env.Catalog:
     """See `env.TextEnv`."""
     return env.Catalog(
-      version=f'webshop 1, {_said(self._store)}, nouns by {self._tagger.name}',
+      version=f'webshop 1, {_data(self._store)}, nouns by {self._tagger.name}',
       action_format=_ACTION_FORMAT,
       indices={
         split: {name: self._store.goals[name].splits[split] for name in _TYPES}
@@ -84,26 +100,24 @@ class WebShop:
   ) -> env.Observation:
     """See `env.TextEnv`. The seed of a task changes nothing."""
     values = {name: _value(task, name) for name in _OPTIONS}
-    self._told = f'{task.name} {task.index}'
     self._show = getattr(pages, values[_OBSERVATION])
     self._admissible = admissible
-    with self._playable():
-      goal = self._store.goals[task.name][task.index]
-      solution = ()
-      if expert:
-        solution = shopper.solve(self._store, goal, self._tagger)
-      self._session = session.Session(
-        self._store,
-        goal,
-        self._tagger,
-        attributes=values[_ATTRIBUTES] == 'shown',
-      )
+    self._shop = _Shop(self._store, task)
+    goal = self._shop.goal()
+    solution = ()
+    if expert:
+      solution = shopper.solve(self._shop, goal, self._tagger)
+    self._session = session.Session(
+      self._shop,
+      goal,
+      self._tagger,
+      attributes=values[_ATTRIBUTES] == 'shown',
+    )
     return self._observe(goal=goal.instruction, expert_actions=solution)
 
   def step(self, action: str) -> env.Observation:
     """See `env.TextEnv`."""
-    with self._playable():
-      self._session.step(action)
+    self._session.step(action)
     return self._observe()
 
   def ping(self) -> None:
@@ -112,25 +126,13 @@ class WebShop:
   def close(self) -> None:
     """See `env.TextEnv`."""
 
-  @contextlib.contextmanager
-  def _playable(self) -> Iterator[None]:
-    try:
-      yield
-    except (ValueError, IndexError) as error:
-      # Of files that were changed after they had been opened.
-      raise env.BrokenTaskError(
-        f'{self._told} cannot be played, for the index is damaged '
-        f'({type(error).__name__}: {error}); remove it and start again, which '
-        'builds it anew.'
-      ) from error
-
   def _observe(self, **fields) -> env.Observation:
     played = self._session
     outcome = played.outcome
     info = {'page': played.page.name}
     if outcome:
       info |= {
-        'asin': self._store.product(played.row).asin,
+        'asin': self._shop.product(played.row).asin,
         'chosen': json.dumps(played.chosen),
         'reward_type': str(outcome.type),
         'reward_attributes': str(outcome.attributes),
@@ -148,6 +150,61 @@ class WebShop:
     )
 
 
+class _Shop:
+  """The store in an episode; what cannot be read there breaks the task."""
+
+  def __init__(self, opened: store.Store, task: env.Task):
+    self._store, self._task = opened, task
+
+  def goal(self) -> products.Goal:
+    """Returns the goal of the task."""
+    with self._reading():
+      return self._store.goals[self._task.name][self._task.index]
+
+  def product(self, row: int) -> products.Product:
+    """See `session.Shop`."""
+    with self._reading():
+      return self._store.product(row)
+
+  def search(self, text: str, k: int) -> list[int]:
+    """See `session.Shop`."""
+    with self._reading():
+      return self._store.search(text, k)
+
+  @contextlib.contextmanager
+  def _reading(self) -> Iterator[None]:
+    try:
+      yield
+    except (ValueError, IndexError) as error:
+      # Of files that were changed after they had been opened.
+      raise env.BrokenTaskError(
+        f'{self._task.name} {self._task.index} cannot be played, for the index '
+        f'is damaged ({type(error).__name__}: {error}); remove it and start '
+        'again, which builds it anew.'
+      ) from error
+
+
+@contextlib.contextmanager
+def _beating() -> Iterator[None]:
+  """Says every `_BEAT_S` seconds that what is done within goes on."""
+  began = time.monotonic()
+  over = threading.Event()
+
+  def beat():
+    while not over.wait(_BEAT_S):
+      _say(
+        f'{env.PREPARING}WebShop, for {time.monotonic() - began:.0f} s so far'
+      )
+
+  thread = threading.Thread(target=beat, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    over.set()
+    thread.join()
+
+
 def _find(say: store.Progress | None = None) -> pathlib.Path:
   """Returns the folder of what was built of the data; builds it if needed."""
   return store.find_or_build(
@@ -156,7 +213,9 @@ def _find(say: store.Progress | None = None) -> pathlib.Path:
 
 
 def _say(line: str) -> None:
-  print(line, file=sys.stderr, flush=True)
+  # At once, that no two threads write into each other's lines.
+  sys.stderr.write(f'{line}\n')
+  sys.stderr.flush()
 
 
 def _value(task: env.Task, option: str) -> str:
@@ -174,7 +233,7 @@ def _value(task: env.Task, option: str) -> str:
   return given[0] if given else _OPTIONS[option][0]
 
 
-def _said(opened: store.Store) -> str:
+def _data(opened: store.Store) -> str:
   """Which data they are."""
   kind = 'generated products' if opened.generated else 'products'
   return f'{len(opened)} {kind} {opened.digest}'
@@ -183,7 +242,7 @@ def _said(opened: store.Store) -> str:
 def _table(opened: store.Store, path: pathlib.Path) -> str:
   """What was found, for people who start a service."""
   lines = [
-    f'WebShop: {_said(opened)} in {path}, nouns by {nouns.load().name}',
+    f'WebShop: {_data(opened)} in {path}, nouns by {nouns.load().name}',
     f'{"goals":12}' + ''.join(f'{split:>10}' for split in _SPLITS),
   ]
   for name in _TYPES:

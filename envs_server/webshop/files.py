@@ -26,8 +26,9 @@ FULL = ('items_shuffle.json', 'items_ins_v2.json')
 SMALL = ('items_shuffle_1000.json', 'items_ins_v2_1000.json')
 SMALL_SIZE = 1000
 HUMAN = 'items_human_ins.json'
-# Lies beside the files if `catalogue` made them.
-GENERATED = 'GENERATED.json'
+# Begins the addresses of images in products that `catalogue` made: a domain
+# that is reserved, so that no real product has them.
+GENERATED_IMAGES = 'https://images.example/'
 # On Google Drive, as the WebShop project publishes them.
 _DRIVE = {
   SMALL[0]: '1EgHdxQ_YxqIQlvvq5iKlCrkEKR6-j0Ib',
@@ -37,11 +38,15 @@ _DRIVE = {
   HUMAN: '14Kb5SPBk_jfdLZ_CDBNitW98QLDlKR5O',
 }
 _GZIP = b'\x1f\x8b'
+_LIMIT_FORM = re.compile('[0-9]{1,18}')
 _BLANK = re.compile(r'[ \t\r\n]*')
 _DECODER = json.JSONDecoder()
-# Characters: read at once; of a value; of what no error is further from its
-# place than.
-_CHUNK, _LONGEST, _TOKEN = 2**16, 2**26, 16
+# Characters that are read at once.
+_CHUNK = 2**16
+# Of the longest value.
+_LONGEST = 2**26
+# From an error back to the place that it is told of, at most.
+_TOKEN = 16
 # Characters of a value that an error repeats.
 _SHOWN = 80
 
@@ -90,10 +95,10 @@ def limit() -> int | None:
   text = os.environ.get(LIMIT)
   if not text:
     return None
-  if not (text.isascii() and text.isdecimal() and int(text)):
+  if not (_LIMIT_FORM.fullmatch(text) and int(text)):
     raise ValueError(
-      f'${LIMIT}={text!r} must be a whole number from 1; unset it to read all '
-      'products.'
+      f'${LIMIT}={said(text)} must be a whole number from 1, of 18 digits at '
+      'most; unset it to read all products.'
     )
   return int(text)
 
@@ -118,7 +123,7 @@ def locate(root: pathlib.Path) -> Sources:
     items, attributes = (_find(root, name) for name in pair)
     if items and attributes:
       return Sources(items, attributes, _find(root, HUMAN))
-  # Whoever has one of a pair misses the other one, not another catalogue.
+  # With one file of a pair there, the other is what is missing.
   pair = max(pairs, key=lambda pair: any(_find(root, name) for name in pair))
   missing = [name for name in (*pair, HUMAN) if not _find(root, name)]
   raise FileNotFoundError(
@@ -145,7 +150,7 @@ def records(path: pathlib.Path) -> Iterator[tuple[int, dict]]:
 
 
 def entries(path: pathlib.Path) -> Iterator[tuple[str, object]]:
-  """Streams the entries of a JSON object; a key that is there twice, twice.
+  """Streams the entries of a JSON object; a repeated key comes twice.
 
   Raises:
     DataError: the file is no such object or ends too early.

@@ -7,12 +7,18 @@ leaves them as they are.
 
 from __future__ import annotations
 
+import array
+import hashlib
 import math
 import random
 from collections.abc import Hashable, Mapping, Sequence
 
+import numpy as np
+
 from envs_server.webshop import files, products
 
+# What an instruction says of its bound, before the dollars.
+PRICE = ', and price lower than '
 # Dollars that a bound may be.
 _BOUNDS = range(10, 1000, 10)
 # Of those above the price, how many are drawn from.
@@ -43,7 +49,7 @@ def bound(
     return products.NO_BOUND, ''
   draw = random.Random(f'{seed}/bound/{product.asin}/{number}')
   upper = max(draw.sample(nearest, 2))
-  return upper, f', and price lower than {upper:.2f} dollars'
+  return upper, f'{PRICE}{upper:.2f} dollars'
 
 
 def human(
@@ -103,7 +109,7 @@ def synthetic_count(product: products.Product) -> int:
   """Returns how many goals `synthetic` can make of a product."""
   if not product.instruction:
     return 0
-  return math.prod(len(values) for _, values in _groups(product))
+  return math.prod(len(values) for values in product.options.values())
 
 
 def synthetic(
@@ -111,8 +117,9 @@ def synthetic(
 ) -> products.Goal:
   """Returns one goal of a product, which asks for one value of each option.
 
-  The last option, by name, changes first. All goals of a product have the same
-  bound, as published.
+  The last option, by name, changes first; a value that an option has twice
+  counts twice, so that goals have the published numbers. All goals of a product
+  have the same bound, as published.
 
   Args:
     product: the product.
@@ -129,7 +136,7 @@ def synthetic(
       f'{product.asin} has {count} synthetic goals, none of number {number}.'
     )
   chosen = []
-  for name, values in reversed(_groups(product)):
+  for name, values in sorted(product.options.items(), reverse=True):
     number, place = divmod(number, len(values))
     chosen.insert(0, (name, values[place]))
   asked = ', and '.join(f'{name}: {value}' for name, value in chosen)
@@ -145,15 +152,53 @@ def synthetic(
   )
 
 
-def order(count: int, seed: int = products.SEED) -> list[int]:
-  """Returns the places, in order of the data, of goals 0, 1, 2 and so on."""
-  places = list(range(count))
+def alike(product: products.Product) -> bool:
+  """Whether two synthetic goals of a product may have one `key`.
+
+  Not where each value is there once, for then the values tell the options.
+  """
+  values = [value for group in product.options.values() for value in group]
+  return len(set(values)) < len(values)
+
+
+def synthetic_keys(
+  product: products.Product, numbers: np.ndarray
+) -> np.ndarray:
+  """Returns what synthetic goals of one product share that ask for the same.
+
+  As `key` of them, without making them. Each is a sum of hashes of the values:
+  goals that ask for different things share one with a chance of 2**-64.
+
+  Args:
+    product: the product.
+    numbers: [N] int64, of its goals, as `synthetic` takes them.
+
+  Returns:
+    [N] uint64.
+  """
+  sums = np.zeros(len(numbers), np.uint64)
+  for _, values in sorted(product.options.items(), reverse=True):
+    numbers, places = np.divmod(numbers, len(values))
+    hashes = [hashlib.sha256(value.encode()).digest()[:8] for value in values]
+    sums += np.frombuffer(b''.join(hashes), np.dtype('<u8'))[places]
+  return sums
+
+
+def order(count: int, seed: int = products.SEED) -> array.array[int]:
+  """Returns the places, in order of the data, of goals 0, 1, 2 and so on.
+
+  They are int32: a list would take nine times as much memory.
+  """
+  places = array.array('i', range(count))
   random.Random(seed).shuffle(places)
   return places
 
 
 def splits(count: int) -> dict[str, range]:
-  """Returns the numbers of the goals in each split, of `count` goals."""
+  """Returns the numbers of the goals in each split, of `count` goals.
+
+  These may ask for the same in two splits; see `unlike`.
+  """
   test, dev = min(_TEST, count), min(_TEST + _DEV, count)
   return {
     'train': range(dev, count),
@@ -191,11 +236,3 @@ def unlike(
     if split != 'train':
       held.update(keys[number] for number in numbers)
   return {split: kept[split] for split in splits}
-
-
-def _groups(product: products.Product) -> list[tuple[str, tuple[str, ...]]]:
-  """Options by name; a value that a group has twice counts once."""
-  return [
-    (name, tuple(dict.fromkeys(product.options[name])))
-    for name in sorted(product.options)
-  ]

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import re
+import types
 from typing import Protocol
 
 MODEL = 'en_core_web_sm'
@@ -131,6 +133,20 @@ _INSIDE = re.compile(
 )
 
 
+class BrokenModelError(RuntimeError):
+  """spaCy and its model are installed and do not work; says what to do."""
+
+  def __init__(self, error: Exception):
+    # A service passes one line on.
+    text = ' '.join(str(error).split())
+    super().__init__(
+      f'spaCy and its model {MODEL} are installed and do not work '
+      f'({type(error).__name__}: {text}); install both anew (`pip install '
+      f'--force-reinstall spacy && python -m spacy download {MODEL}`), or run '
+      '`pip uninstall spacy`: without it nouns are found by rules.'
+    )
+
+
 class Tagger(Protocol):
   """Finds nouns in titles."""
 
@@ -145,7 +161,8 @@ def load() -> Tagger:
   """spaCy's model if it and spaCy are installed, otherwise the rules.
 
   Which one it is changes rewards, so record its name. An installation that
-  does not work raises its own error rather than giving way to the rules.
+  does not work raises `BrokenModelError`, here or when it is first used, rather
+  than giving way to the rules.
   """
   if all(importlib.util.find_spec(name) for name in ('spacy', MODEL)):
     return _Model()
@@ -167,7 +184,11 @@ class _Model:
 
   @functools.cached_property
   def name(self) -> str:
-    return f'spaCy {MODEL} {importlib.import_module(MODEL).__version__}'
+    try:
+      version = importlib.metadata.version(MODEL)
+    except importlib.metadata.PackageNotFoundError:
+      version = self._module.__version__
+    return f'spaCy {MODEL} {version}'
 
   def nouns(self, title: str) -> list[str]:
     """See `Tagger`."""
@@ -179,10 +200,19 @@ class _Model:
 
   @functools.cached_property
   def _tag(self):
-    # What is left out changes no nouns and takes most of the time.
-    return importlib.import_module(MODEL).load(
-      disable=['parser', 'ner', 'lemmatizer']
-    )
+    module = self._module
+    try:
+      # What is left out changes no nouns and takes most of the time.
+      return module.load(disable=['parser', 'ner', 'lemmatizer'])
+    except Exception as error:
+      raise BrokenModelError(error) from error
+
+  @functools.cached_property
+  def _module(self) -> types.ModuleType:
+    try:
+      return importlib.import_module(MODEL)
+    except Exception as error:
+      raise BrokenModelError(error) from error
 
 
 def tokens(title: str) -> list[str]:

@@ -66,8 +66,8 @@ class Page:
   def clickables(self) -> dict[str, Node]:
     """What can be clicked, by name in lower case, in the published order.
 
-    Where several are called the same, a button is meant before a value, and
-    the last of two values. The button `Search` is none: it takes words.
+    Where names are equal, a button counts before a value, and the last value
+    before earlier ones. The button `Search` is none: it takes words.
     """
     if self.name == 'search':
       return {}

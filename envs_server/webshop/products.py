@@ -83,7 +83,10 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Product))
 
 
 def parse(
-  record: Mapping[str, object], attributes: object, where: str
+  record: Mapping[str, object],
+  attributes: object,
+  where: str,
+  entry_where: str = '',
 ) -> Product | None:
   """Cleans one record of the items file.
 
@@ -91,6 +94,7 @@ def parse(
     record: as it is in the file.
     attributes: its entry in the attributes file; None if it has none.
     where: the record is, for errors: `items_shuffle.json, record 17`.
+    entry_where: the entry is, likewise: `items_ins_v2.json, B09QKP7XQL`.
 
   Returns:
     The product; None for a record that does not count, whose asin is `nan` or
@@ -109,7 +113,7 @@ def parse(
     asin=asin,
     title=_text(record, 'name', where),
     description=_text(record, 'full_description', where),
-    features=(bullets,)
+    features=(files.text(bullets, 'small_description', where),)
     if isinstance(bullets, str)
     else files.texts(bullets, 'small_description', where),
     category=_text(record, 'category', where, null=True),
@@ -117,7 +121,7 @@ def parse(
     product_category=_text(record, 'product_category', where, null=True),
     pricing=_pricing(record.get('pricing'), where),
     options=_options(_get(record, 'customization_options', where), where),
-    **_attributes(attributes, f'{where}, entry of {asin} in the attributes'),
+    **_attributes(attributes, entry_where),
   )
 
 
@@ -217,7 +221,7 @@ def _options(value: object, where: str) -> dict[str, tuple[str, ...]]:
     if not isinstance(values, list):
       raise files.wrong(values, field, where, 'a list, or null')
     # A slash in a value would end the address of its page.
-    options[name.lower()] = tuple(
+    options[files.text(name, field, where).lower()] = tuple(
       _option(part, f'{field}[{i}]', where).strip().replace('/', ' | ').lower()
       for i, part in enumerate(values)
     )

@@ -56,12 +56,15 @@ class Session:
     self._start()
 
   def step(self, action: str) -> None:
-    """Takes an action; what is none leaves the page as it is.
+    """Takes an action; text that is no action leaves the page as it is.
 
     Actions are `search[words]` on any page and `click[name]` of something that
     can be clicked on this one. The brackets are the outermost; case does not
-    matter, nor do blanks, but for names that differ in nothing else.
+    matter, and blanks count only between names that differ in nothing else.
+    After the purchase there is no action.
     """
+    if self.outcome:
+      return
     verb, _, rest = action.strip().partition('[')
     if not rest.endswith(']'):
       return
@@ -73,7 +76,7 @@ class Session:
       self._click(argument)
 
   def actions(self) -> tuple[str, ...]:
-    """Returns what can be done now: every click, but one search for all."""
+    """Returns every click; on the first page one search that stands for all."""
     if self.page.name == 'search':
       return ('search[<keywords>]',)
     return tuple(f'click[{name}]' for name in self.page.clickables)

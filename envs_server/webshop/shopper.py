@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from thefuzz import fuzz
 
-from envs_server.webshop import nouns, pages, products, session
+from envs_server.webshop import goals, nouns, pages, products, session
 
 _MOST_ACTIONS = 15  # What published agents may take.
 # Words and characters of a query. What comes later in a long title tells
 # little, and an action may not have any length.
 _WORDS, _CHARACTERS = 20, 400
-# What an instruction says of the price, which no product is found by.
-_PRICE = ', and price lower than '
 
 
 def solve(
@@ -21,9 +19,8 @@ def solve(
 ) -> tuple[str, ...]:
   """Returns actions that earn the full reward of a goal.
 
-  Of several queries the one is taken that shows the product earliest; of those
-  alike, the one that takes most of its words from the instruction, for that is
-  all that others have to go by.
+  Of several queries the one is taken that shows the product on the earliest
+  page; of those alike, the first of `_queries`.
 
   Args:
     shop: to buy in.
@@ -52,7 +49,9 @@ def solve(
 
 
 def _queries(wanted: products.Product, goal: products.Goal) -> Iterator[str]:
-  yield goal.instruction.rpartition(_PRICE)[0] or goal.instruction
+  # First, for it is all that others have to go by. No product is found by what
+  # it says of the price.
+  yield goal.instruction.rpartition(goals.PRICE)[0] or goal.instruction
   yield wanted.title
   # Where many have the same title.
   yield f'{" ".join(goal.options)} {wanted.title}'

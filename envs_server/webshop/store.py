@@ -14,12 +14,14 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -28,15 +30,14 @@ from envs_server import env
 from envs_server.webshop import files, goals, products, search
 
 # Raised when folders that were built before can no longer be read.
-_LAYOUT = 1
+_LAYOUT = 2
 _META = 'meta.json'
+# What it says, besides what `_read_meta` compares.
+_SAID = ('digest', 'generated', 'left_out', 'seed')
 # What is in a folder besides.
 _ARRAYS = {
   'products': np.uint8,
   'product_ends': np.int64,
-  'asin_text': np.uint8,
-  'asin_ends': np.int64,
-  'asin_rows': np.int32,
   'word_text': np.uint8,
   'word_ends': np.int64,
   'starts': np.int64,
@@ -47,8 +48,14 @@ _ARRAYS = {
   'synthetic_ends': np.int64,
   'synthetic_order': np.int32,
 }
-# Products between two reports of progress.
-_REPORT = 50_000
+# Products, and entries of the other files, between two reports of progress.
+_REPORT, _REPORT_ENTRIES = 50_000, 200_000
+# Seconds between two reports of a builder that waits for another, and between
+# two attempts to go on.
+_WAIT_REPORT, _WAIT = 30.0, 0.5
+# Synthetic goals of a catalogue at most: the order of so many takes 128 MiB and
+# a quarter of a minute. A single product can have more combinations than that.
+_MOST_SYNTHETIC = 2**25
 
 Progress = Callable[[str], None]
 
@@ -57,7 +64,8 @@ class Goals(abc.ABC, Sequence[products.Goal]):
   """Goals of a kind by their published numbers.
 
   Attributes:
-    splits: {split: numbers}; none asks for what a goal of another split asks.
+    splits: {split: numbers}; train is without goals that ask for what one of
+      test or dev asks for, and dev without those that one of test does.
   """
 
   splits: dict[str, Sequence[int]]
@@ -65,6 +73,14 @@ class Goals(abc.ABC, Sequence[products.Goal]):
   @abc.abstractmethod
   def rows(self) -> np.ndarray:
     """int32, the row of each."""
+
+  @abc.abstractmethod
+  def keys(self, held: int) -> dict[int, Hashable]:
+    """By number, what goals ask for; see `goals.key`.
+
+    Of goals below `held`, and of all that ask for the same as one of them, as
+    far as there are two that do; others may be there or not.
+    """
 
 
 class _Human(Goals):
@@ -85,6 +101,13 @@ class _Human(Goals):
   def rows(self) -> np.ndarray:
     """See `Goals`."""
     return np.array([json.loads(line)[0] for line in self._lines], np.int32)
+
+  def keys(self, held: int) -> dict[int, Hashable]:
+    """See `Goals`."""
+    rows = self.rows()
+    # Goals of other products ask for other things.
+    near = np.flatnonzero(np.isin(rows, rows[:held])).tolist()
+    return {number: goals.key(self[number]) for number in near}
 
   @staticmethod
   def line(goal: products.Goal) -> bytes:
@@ -124,14 +147,37 @@ class _Synthetic(Goals):
     found = np.searchsorted(self._ends, self._order, side='right')
     return found.astype(np.int32)
 
+  def keys(self, held: int) -> dict[int, Hashable]:
+    """See `Goals`.
+
+    A product is read once: it may have millions of goals.
+    """
+    alike = {}
+    rows = self.rows()
+    for row in np.unique(rows[:held]).tolist():
+      product = products.from_json(self._lines[row])
+      if goals.alike(product):
+        alike[row] = product
+    near = np.flatnonzero(np.isin(rows, list(alike)))
+    near = near[np.argsort(rows[near], kind='stable')]
+    rows = rows[near]
+    found = {}
+    for row, product in alike.items():
+      numbers = near[slice(*np.searchsorted(rows, [row, row + 1]))]
+      first = self._ends[row - 1] if row else 0
+      keys = goals.synthetic_keys(product, self._order[numbers] - first)
+      same = np.isin(keys, keys[numbers < held])
+      for number, key in zip(numbers[same], keys[same], strict=True):
+        found[int(number)] = row, int(key)
+    return found
+
 
 class Store:
   """What was built; read-only, and the same to all who open it.
 
   Attributes:
     digest: of the products and goals.
-    counts: how many there are, by kind, and how many records they are from.
-    generated: the data are not the benchmark's.
+    generated: the products are those of `catalogue`, not the benchmark's.
     goals: by kind, `human` and `synthetic`.
   """
 
@@ -139,11 +185,8 @@ class Store:
     """See `open`."""
     arrays = {name: _map(path / name, kind) for name, kind in _ARRAYS.items()}
     self.digest: str = meta['digest']
-    self.counts: dict[str, int] = meta['counts']
     self.generated: bool = meta['generated']
     self._lines = search.Texts(arrays['products'], arrays['product_ends'])
-    self._asins = search.Words(arrays['asin_text'], arrays['asin_ends'])
-    self._rows = arrays['asin_rows']
     self._index = search.Index(arrays, len(self))
     self.goals: dict[str, Goals] = {
       'human': _Human(search.Texts(arrays['human'], arrays['human_ends'])),
@@ -183,11 +226,6 @@ class Store:
     """Reads a product; raises IndexError for a row that there is not."""
     return products.from_json(self._lines[row])
 
-  def row(self, asin: str) -> int | None:
-    """Row of a product; None if there is none."""
-    place = self._asins.find(asin)
-    return None if place is None else int(self._rows[place])
-
   def search(self, text: str, k: int = 50) -> list[int]:
     """Rows of the best products; see `search.Index.search`."""
     return self._index.search(text, k)
@@ -202,8 +240,8 @@ def find_or_build(
   """Finds what was built of these files, or builds it.
 
   It lies beside the data, or in the user's cache where the folder of the data
-  cannot be written. It counts for files of the same names, sizes and times
-  alone.
+  cannot be written. It is used only while names, sizes and times of the files
+  are the same.
 
   Args:
     sources: the data files.
@@ -275,7 +313,6 @@ def build(
           'start again when they are complete.'
         )
       meta |= {'layout': _LAYOUT, 'key': key, 'seed': seed}
-      meta['generated'] = (sources.items.parent / files.GENERATED).exists()
       meta['sizes'] = {name: (part / name).stat().st_size for name in _ARRAYS}
       with _writing(part / _META) as file:
         file.write(json.dumps(meta, indent=2).encode())
@@ -307,26 +344,30 @@ def _fill(
   # Kept as text, which takes a fifth of the memory.
   attributes = {
     asin: json.dumps(entry).encode()
-    for asin, entry in files.entries(sources.attributes)
+    for asin, entry in _entries(sources.attributes, say)
   }
-  wanted = dict(files.entries(sources.human)) if sources.human else {}
-  say(f'{len(attributes)} entries of {sources.attributes.name} read')
-  rows: dict[str, int] = {}
-  ends, counts, human, number = [], [], [], -1
+  wanted = dict(_entries(sources.human, say)) if sources.human else {}
+  met: set[str] = set()
+  ends, counts, human, number, generated = [], [], [], -1, False
   index = search.Builder()
   with _writing(part / 'products') as file:
     for number, record in files.records(sources.items):
       if number == limit:
         number -= 1
         break
+      if number == 0:
+        generated = _is_generated(record)
       where = f'{sources.items.name}, record {number}'
       asin = record.get('asin')
       entry = attributes.get(asin) if isinstance(asin, str) else None
       entry = None if entry is None else json.loads(entry)
-      product = products.parse(record, entry, where)
-      if product is None or product.asin in rows:
+      product = products.parse(
+        record, entry, where, f'{sources.attributes.name}, {asin}'
+      )
+      if product is None or product.asin in met:
         continue
-      row = rows[product.asin] = len(rows)
+      met.add(product.asin)
+      row = len(ends)
       line = products.to_json(product)
       digest.update(line + b'\n')
       file.write(line)
@@ -336,40 +377,40 @@ def _fill(
       if asin in wanted:
         place = f'{sources.human.name}, {asin}'
         human += goals.human(product, row, wanted[asin], place, seed)
-      if len(rows) % _REPORT == 0:
-        say(f'{len(rows)} products read')
-  if not rows:
+      if len(ends) % _REPORT == 0:
+        say(f'{len(ends)} products read')
+  if not ends:
     raise files.DataError(
       f'{sources.items} has no product in {number + 1} records; fetch it again.'
     )
-  del attributes, wanted
-  say(f'{len(rows)} products read; making the search index')
-  if sum(counts) >= 2**31:
-    raise files.DataError(
-      f'{sources.items} has {sum(counts)} combinations of options, and goals '
-      f'are numbered below {2**31}; read fewer products: {files.LIMIT}=N.'
+  del attributes, wanted, met
+  if sum(counts) > _MOST_SYNTHETIC:
+    say(
+      f'no synthetic goals: the options have {sum(counts)} combinations, more '
+      f'than {_MOST_SYNTHETIC}; {files.LIMIT}=N reads fewer products'
     )
-  text, asin_ends, order = search.Words.pack(list(rows))
+    counts = [0] * len(counts)
+  say(f'{len(ends)} products read; making the search index')
+  arrays = index.arrays()
+  say(f'ordering {len(human)} human and {sum(counts)} synthetic goals')
   lines = [_Human.line(human[i]) for i in goals.order(len(human), seed)]
   for line in lines:
     digest.update(line + b'\n')
-  arrays = {
-    **index.arrays(),
+  arrays |= {
     'product_ends': np.cumsum(ends),
-    'asin_text': text,
-    'asin_ends': asin_ends,
-    'asin_rows': order,
     'human': np.frombuffer(b''.join(lines), np.uint8),
     'human_ends': np.cumsum([len(line) for line in lines]),
     'synthetic_ends': np.cumsum(counts),
     'synthetic_order': goals.order(sum(counts), seed),
   }
+  say('writing the index')
   for name in list(arrays):
     # One by one, that no two copies of all are held.
     array = np.ascontiguousarray(arrays.pop(name), _ARRAYS[name])
     with _writing(part / name) as file:
       file.write(array.data)
   mapped = {name: _map(part / name, kind) for name, kind in _ARRAYS.items()}
+  say('comparing the goals of train, dev and test')
   products_ = search.Texts(mapped['products'], mapped['product_ends'])
   left_out = {
     'human': _left_out(
@@ -383,12 +424,7 @@ def _fill(
   }
   return {
     'digest': digest.hexdigest()[:8],
-    'counts': {
-      'records': number + 1,
-      'products': len(rows),
-      'human': len(lines),
-      'synthetic': sum(counts),
-    },
+    'generated': generated,
     'left_out': left_out,
   }
 
@@ -396,17 +432,32 @@ def _fill(
 def _left_out(found: Goals) -> dict[str, list[int]]:
   """Numbers of each split that ask for what is held out elsewhere, sorted."""
   splits = goals.splits(len(found))
-  rows = found.rows()
-  # Of train, goals of other products need no look.
-  train = splits['train'].start
-  near = np.flatnonzero(np.isin(rows[train:], rows[:train])) + train
-  listed = {**splits, 'train': near.tolist()}
-  keys = {i: goals.key(found[i]) for part in listed.values() for i in part}
+  keys = found.keys(splits['train'].start)
+  listed = {
+    split: [number for number in keys if number in numbers]
+    for split, numbers in splits.items()
+  }
   kept = goals.unlike(keys, listed)
   return {
     split: sorted(set(numbers).difference(kept[split]))
     for split, numbers in listed.items()
   }
+
+
+def _entries(path: pathlib.Path, say: Progress) -> Iterator[tuple[str, object]]:
+  """Reads entries, and says how many."""
+  count = 0
+  for count, pair in enumerate(files.entries(path), 1):
+    yield pair
+    if count % _REPORT_ENTRIES == 0:
+      say(f'{count} entries of {path.name} read')
+  say(f'all {count} entries of {path.name} read')
+
+
+def _is_generated(record: dict) -> bool:
+  images = record.get('images')
+  first = images[0] if isinstance(images, list) and images else None
+  return isinstance(first, str) and first.startswith(files.GENERATED_IMAGES)
 
 
 def _key(sources: files.Sources, limit: int | None, seed: int) -> str:
@@ -433,6 +484,8 @@ def _read_meta(path: pathlib.Path, key: str | None = None) -> tuple[dict, str]:
       return {}, f'its layout is {meta["layout"]!r}, not {_LAYOUT}'
     if key is not None and meta['key'] != key:
       return {}, 'it is of other files'
+    for name in _SAID:
+      meta[name]
     for name in _ARRAYS:
       size = (path / name).stat().st_size
       if size != meta['sizes'][name]:
@@ -468,14 +521,20 @@ def _writing(path: pathlib.Path) -> Iterator[BinaryIO]:
 def _locked(folder: pathlib.Path, say: Progress) -> Iterator[None]:
   """Holds the lock of a folder, which the kernel lets go of with the process.
 
-  Its file stays: who removed it could leave two with a lock each.
+  Its file stays: if it were removed, two processes could each hold a lock.
   """
+  told = -math.inf
   with open(folder / 'lock', 'ab') as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      say(f'another process builds in {folder}; waiting for it')
-      fcntl.flock(file, fcntl.LOCK_EX)
+    while True:
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+      except BlockingIOError:
+        # Who hears nothing for long takes this process for a dead one.
+        if time.monotonic() - told >= _WAIT_REPORT:
+          say(f'another process builds in {folder}; waiting for it')
+          told = time.monotonic()
+        time.sleep(_WAIT)
     yield
 
 

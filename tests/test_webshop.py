@@ -605,7 +605,28 @@ def test_one_can_shop_by_hand(webshop_folder):
 def test_a_goal_that_there_is_not_is_named(webshop_folder):
   done = looked_into('--goal=123456', data=webshop_folder)
   assert done.returncode == 1 and done.stdout == ''
-  assert done.stderr.splitlines()[-1].startswith('human has no index 123456 ')
+  assert done.stderr.splitlines()[-1].startswith(
+    'there is no human goal 123456; there are train 1500 to 2499, dev 500 to '
+    '1499, test 0 to 499.'
+  )
+
+
+def test_files_that_are_read_are_named_and_a_missing_one_too(
+  webshop_folder, tmp_path
+):
+  said = looked_into(data=webshop_folder).stderr
+  assert 'items_shuffle.json, items_ins_v2.json, items_human_ins.json' in said
+  assert 'warning' not in said
+  for path in webshop_folder.glob('items_[!h]*.json'):
+    shutil.copy(path, tmp_path)
+  said = looked_into(data=tmp_path).stderr
+  assert 'items_ins_v2.json, no items_human_ins.json' in said
+  assert 'warning: there is no human goal; items_human_ins.json is' in said
+
+
+def test_an_expert_needs_a_goal(webshop_folder):
+  done = looked_into('--expert', data=webshop_folder)
+  assert done.returncode == 2 and '--expert needs --goal=N' in done.stderr
 
 
 def test_a_shop_without_data_cannot_be_looked_into(tmp_path):

@@ -699,7 +699,7 @@ def test_a_target_that_is_no_folder_is_named(tmp_path):
 def test_the_command_says_what_it_made_or_why_not(tmp_path):
   done = command(str(tmp_path), '--products', '5', '--goals', '7', '--gzip')
   assert done.returncode == 0
-  assert '5 products, 7 human goals' in done.stdout
+  assert '5 records, 7 human goals' in done.stdout
   assert f'export WEBSHOP_DATA={tmp_path}' in done.stdout
   again = command(str(tmp_path), '--products', '6')
   assert again.returncode == 1

@@ -944,7 +944,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--products', type=int, default=1000, metavar='N')
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument(
-    '--goals', type=int, help='with attributes, in the human file'
+    '--goals', type=int, metavar='G', help='human goals; default: by products'
   )
   parser.add_argument(
     '--gzip', action='store_true', help='compresses the files'
@@ -968,7 +968,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   found = json.loads((target / GENERATED).read_text(encoding='utf-8'))
   for name, size in found['files'].items():
     print(f'{target / name}: {size} bytes')
-  print(f'{found["products"]} products, {found["goals"]} human goals')
+  print(f'{found["products"]} records, {found["goals"]} human goals')
   print('This catalogue is not the WebShop benchmark.')
   print(f'export WEBSHOP_DATA={target.absolute()}')
   return 0

@@ -207,9 +207,12 @@ def _beating() -> Iterator[None]:
 
 def _find(say: store.Progress | None = None) -> pathlib.Path:
   """Returns the folder of what was built of the data; builds it if needed."""
-  return store.find_or_build(
-    files.locate(files.folder()), limit=files.limit(), progress=say
-  )
+  sources = files.locate(files.folder())
+  if say:
+    # Of two sizes one is taken, and a file may be missing.
+    people = sources.human.name if sources.human else f'no {files.HUMAN}'
+    say(f'{sources.items.name}, {sources.attributes.name}, {people}')
+  return store.find_or_build(sources, limit=files.limit(), progress=say)
 
 
 def _say(line: str) -> None:
@@ -248,6 +251,11 @@ def _table(opened: store.Store, path: pathlib.Path) -> str:
   for name in _TYPES:
     sizes = [len(opened.goals[name].splits[split]) for split in _SPLITS]
     lines.append(f'{name:12}' + ''.join(f'{size:>10}' for size in sizes))
+  if not len(opened.goals['human']):
+    lines.append(
+      f'warning: there is no human goal; {files.HUMAN} is missing, or is of '
+      'other products.'
+    )
   if not any(opened.goals[name].splits['train'] for name in _TYPES):
     lines.append(
       'warning: there is no goal to train on: the first 1500 of each type are '

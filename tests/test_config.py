@@ -554,7 +554,8 @@ def test_an_environment_that_is_broken_leaves_the_others(tmp_path):
   assert done.stderr.count('envs_server.torn is left out') == 1
   last = done.stderr.splitlines()[-1]
   assert last.endswith(
-    "unknown environment 'broken'; known: alfworld, sciworld, toy, well."
+    "unknown environment 'broken'; known: alfworld, sciworld, toy, webshop, "
+    'well.'
   )
 
 

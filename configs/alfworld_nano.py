@@ -11,7 +11,7 @@
 The games are generated: real rules and rooms, not the benchmark. The policy it
 starts from (2.1 M parameters, in `planpo_jax/assets/nano_alfworld`) imitates
 expert episodes of the train split, most of which search where things are. The
-command that made it:
+command that made it, stopped by Ctrl-C after the fourth of its six passes:
 
   python launch/warmstart.py --config=configs/alfworld_nano.py \
     --workdir=runs/warmstart --output=planpo_jax/assets/nano_alfworld

@@ -1,4 +1,4 @@
-"""Writes a folder that transformers loads, from a run or another checkpoint.
+r"""Writes a folder that transformers loads, from a run or another checkpoint.
 
   python launch/convert.py export --workdir=runs/sciworld --output=out
   python launch/convert.py export --checkpoint=Qwen/Qwen2.5-1.5B-Instruct \

@@ -1,11 +1,13 @@
-"""Tells whether this machine has what a configuration needs.
+r"""Tells whether this machine has what a configuration needs.
 
   python launch/doctor.py
   python launch/doctor.py --config=configs/sciworld_7b.py:grpo \
-    --config.env.address=HOST:PORT
+    --config.env.address=HOST:PORT --deadline=120
 
-Prints one line a check: `ok`, `warn`, or `missing` with what mends it. Exit
-code 0: nothing needed is missing; 1: something is; 2: a mistake in the flags.
+Without --config it looks at configs/quickstart.py; --deadline is the seconds
+that each check may take (60). Prints one line a check: `ok`, `warn`, or
+`missing` with what mends it. Exit code 0: nothing needed is missing; 1:
+something is; 2: a mistake in the flags.
 """
 
 import os

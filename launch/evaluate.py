@@ -1,4 +1,4 @@
-"""Evaluates a policy on one split or several.
+r"""Evaluates a policy on one split or several.
 
   python launch/evaluate.py --workdir=runs/quickstart --split=test
   python launch/evaluate.py --config=configs/quickstart.py --split=dev,test

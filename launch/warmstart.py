@@ -1,4 +1,4 @@
-"""Warm starts a policy on expert episodes of the train split.
+r"""Warm starts a policy on expert episodes of the train split.
 
   python launch/warmstart.py --config=configs/quickstart.py \
     --workdir=runs/warmstart --output=planpo_jax/assets/nano_sciworld

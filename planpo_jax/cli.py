@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 
 import jax
@@ -44,7 +45,8 @@ def run(
 ) -> None:
   """Parses the flags, runs `main` and exits with its code.
 
-  With `commands` the first argument must be one of them.
+  With `commands` the first argument must be one of them. --help prints what
+  the entry point's docstring and its flags say, and ends with code 0.
 
   Mistakes of the user end with one sentence and code 2. Whatever else goes
   wrong keeps its traceback; PLANPO_TRACEBACK=1 keeps it for mistakes too.
@@ -52,6 +54,9 @@ def run(
   logging.basicConfig(
     level=logging.WARNING, format='%(levelname)s %(name)s: %(message)s'
   )
+  if {'--help', '-help', '-h'} & set(sys.argv[1:]):
+    print(_help())
+    sys.exit(0)
   try:
     rest = flags.FLAGS(sys.argv)
     # An entry point need not define it.
@@ -81,6 +86,20 @@ def run(
       raise
     _fail(error, str(error))
   sys.exit(code)
+
+
+def _help() -> str:
+  """The docstring of the entry point and its flags."""
+  defined = flags.FLAGS.flags_by_module_dict()
+  # absl knows the entry point's module as the script's path.
+  own = [*defined.get(__name__, ()), *defined.get(sys.argv[0], ())]
+  lines = [sys.modules['__main__'].__doc__.strip(), '', 'Flags:']
+  for flag in own:
+    lines.append(f'  --{flag.name}')
+    lines.append(textwrap.indent(textwrap.fill(flag.help, 74), '      '))
+  if 'config' in flags.FLAGS:
+    lines += ['', 'configs/base.py lists the keys of --config.']
+  return '\n'.join(lines)
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -99,6 +99,9 @@ def main(argv: Sequence[str], read_flags: Callable[[], None]) -> int:
     read_flags: parses `sys.argv`, calls `pass_on` and exits.
   """
   script, *arguments = argv
+  if {'--help', '-help', '-h'} & set(arguments):
+    print(sys.modules['__main__'].__doc__.strip())
+    return 0
   if arguments[:1] == [_CHILD]:
     _, check, *words = arguments
     if check != 'flags':

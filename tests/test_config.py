@@ -374,6 +374,29 @@ def test_a_misspelt_key_in_a_file_is_an_error(tmp_path):
   assert 'Traceback' not in done.stderr
 
 
+@pytest.mark.parametrize(
+  ('script', 'says'),
+  [
+    (
+      'train',
+      ('Trains a policy', '--workdir\n', '--config\n', 'configs/base.py lists'),
+    ),
+    ('convert', ('launch/convert.py export --workdir=', '--max-shard-gb\n')),
+    ('doctor', ('launch/doctor.py --config=', '--deadline', 'Exit code 0')),
+  ],
+)
+def test_help_tells_the_flags(script, says):
+  done = subprocess.run(
+    [sys.executable, f'launch/{script}.py', '--help'],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert (done.returncode, done.stderr) == (0, '')
+  for text in says:
+    assert text in done.stdout, text
+
+
 def test_rows_must_divide_over_devices():
   config = smoke()
   config.mesh.fsdp = 8

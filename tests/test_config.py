@@ -60,8 +60,8 @@ def test_every_preset_passes_on_every_experiment(name, preset):
   plain.model.checkpoint = full.model.checkpoint
   same = full.to_json() == plain.to_json()
   # `planpo_paper` sets what these have; the others have ScienceWorld's.
-  paper = ('alfworld', 'webshop_1_5b', 'webshop_7b')
-  is_paper = preset == 'planpo_paper' and name.startswith(paper)
+  paper = ('alfworld_1_5b', 'alfworld_7b', 'webshop_1_5b', 'webshop_7b')
+  is_paper = preset == 'planpo_paper' and name in paper
   assert same == (preset == method or is_paper)
 
 

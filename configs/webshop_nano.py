@@ -5,7 +5,7 @@
   export WEBSHOP_DATA=$PWD/data/shop
   python launch/train.py --config=configs/webshop_nano.py --workdir=runs/shop
 
-About twelve minutes on 2 cores. It shows the whole way; what it learns does
+A quarter of an hour on 2 cores. It shows the whole way; what it learns does
 not carry to goals that are held out (docs/webshop.md). The catalogue is
 synthetic: real pages, search and rewards, not the benchmark. The policy it
 starts from (2.1 M parameters, `planpo_jax/assets/nano_webshop`) imitates a

@@ -89,7 +89,10 @@ def run(
 
 
 def _help() -> str:
-  """The docstring of the entry point and its flags."""
+  """The docstring of the entry point and its flags.
+
+  absl's own help ends with code 1 and has the flags of one module alone.
+  """
   defined = flags.FLAGS.flags_by_module_dict()
   # absl knows the entry point's module as the script's path.
   own = [*defined.get(__name__, ()), *defined.get(sys.argv[0], ())]
